@@ -1,0 +1,39 @@
+# Everything a fresh clone needs: `make train` runs the main job, `make test` proves the contracts.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+RANKS ?= 2
+
+.PHONY: help train test lint unit fuzz bench-collectives clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+train: $(READY) ## train a small model on RANKS (2) ranks of this machine
+	$(BIN)/sherd run -n $(RANKS) examples/regression.py
+
+test: lint unit ## linters, types, layers and all tests
+
+lint: $(READY) ## ruff, mypy --strict and the layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: $(READY) ## all tests
+	$(BIN)/python -m pytest
+
+fuzz: $(READY) ## long randomised runs
+	$(BIN)/python -m pytest -m fuzz --timeout 1200
+
+bench-collectives: $(READY) ## gloo and the host transport, interleaved in one run
+	$(BIN)/python -m benchmarks.collectives
+
+clean: ## remove the environment and every cache
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build src/*.egg-info

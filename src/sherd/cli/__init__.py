@@ -1,0 +1,66 @@
+"""The `sherd` command: parsing and printing. What it prints about is done in the layers below."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from sherd.cli.doctor import doctor
+from sherd.cli.run import run
+from sherd.errors import SherdError
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+# Plain text: a box around a one-line error makes it five lines.
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+# A script's own options follow it, so parsing stops at the first word that is not an option.
+app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command()(doctor)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command and end the process with its exit status; bad input is one line on stderr, never a traceback."""
+    sys.exit(_status(sys.argv[1:] if arguments is None else list(arguments)))
+
+
+def _status(arguments: list[str]) -> int:
+    try:
+        status = app(arguments or ["--help"], prog_name="sherd", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except SherdError as error:
+        return _complain(str(error))
+    except Exception as error:
+        # Errors of the parser. Their class is not public in every release of typer; what they offer is.
+        if not hasattr(error, "format_message"):
+            raise
+        return _complain(f"{error.format_message()} (sherd --help lists what can be written)")
+    return status if isinstance(status, int) else 0
+
+
+def _complain(message: str) -> int:
+    print(f"sherd: {' '.join(message.split())}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            print(f"sherd {importlib.metadata.version('sherd')}")
+        except importlib.metadata.PackageNotFoundError:
+            print("sherd (from source, not installed)")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Train PyTorch models on many processes and machines by changing one line."""

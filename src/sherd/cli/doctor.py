@@ -1,0 +1,115 @@
+"""`sherd doctor`: what this machine offers to ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+
+Facts = dict[str, Any]
+
+GIB = 1 << 30
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Print what this machine offers: torch, backends, memory, and which transport ranks would use."""
+    facts = {**_machine(), **_torch(), **_shared_memory(), **_transport()}
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _print_table(facts)
+
+
+def _machine() -> Facts:
+    memory = psutil.virtual_memory()
+    return {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": memory.total,
+        "memory_available_bytes": memory.available,
+    }
+
+
+def _torch() -> Facts:
+    import torch
+    import torch.distributed as dist
+
+    present = dist.is_available()
+    return {
+        "torch": str(torch.__version__),
+        "gloo": present and dist.is_gloo_available(),
+        "nccl": present and dist.is_nccl_available(),
+        "mpi": present and dist.is_mpi_available(),
+        "accelerators": torch.accelerator.device_count(),
+    }
+
+
+def _shared_memory() -> Facts:
+    from sherd.comm.host import futex
+
+    shm = Path("/dev/shm")
+    return {
+        "memfd": _works(lambda: os.close(os.memfd_create("sherd-doctor"))),
+        "futex": futex.available(),
+        "pidfd": _works(lambda: os.close(os.pidfd_open(os.getpid()))),
+        "abstract_socket": _works(_bind_abstract_socket),
+        "dev_shm_bytes": shutil.disk_usage(shm).total if shm.is_dir() else None,
+    }
+
+
+def _transport() -> Facts:
+    from sherd.comm.host.support import unsupported_reason
+
+    reason = unsupported_reason()
+    return {"transport": "host" if reason is None else "c10d", "host_unsupported": reason}
+
+
+def _works(attempt: Callable[[], None]) -> bool:
+    try:
+        attempt()
+    except (OSError, AttributeError):  # the kernel does not allow it, or this Python does not know it
+        return False
+    return True
+
+
+def _bind_abstract_socket() -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0sherd-doctor-{os.getpid()}")
+
+
+def _print_table(facts: Facts) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title="What this machine offers to sherd", title_justify="left")
+    table.add_column("what")
+    table.add_column("found", overflow="fold")
+    for name, value in facts.items():
+        if name != "host_unsupported":
+            label = name.removesuffix("_bytes").replace("_", " ").replace("dev shm", "/dev/shm")
+            table.add_row(label, escape(_shown(name, value, facts)))
+    Console().print(table)
+
+
+def _shown(name: str, value: Any, facts: Facts) -> str:
+    if name == "transport":
+        reason = facts["host_unsupported"]
+        if reason is None:
+            return "host between ranks of this machine (shared memory), c10d across machines"
+        return f"c10d (torch.distributed); not host: {reason}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name == "dev_shm_bytes":
+        size = "absent" if value is None else f"{value / GIB:.2f} GiB"
+        return f"{size} (does not matter: sherd does not use it)"
+    return f"{value / GIB:.1f} GiB" if name.endswith("_bytes") else str(value)

@@ -1,0 +1,40 @@
+"""The communicator: one interface to every way in which ranks can talk.
+
+    from sherd import comm
+
+    with comm.connect() as ranks:                 # solo, host or c10d: whatever these processes are
+        mean = ranks.all_reduce(gradient, op="mean").wait()
+
+Read in this order: `base` (the interface), `handle`, `summation` (the order of sums), `codec`, `calls` (fingerprints),
+`counters`; then the transports `solo`, `host` and `c10d`; last `connect`, which chooses one.
+"""
+
+from __future__ import annotations
+
+from sherd.comm.base import Communicator
+from sherd.comm.c10d import C10dCommunicator
+from sherd.comm.calls import labelled
+from sherd.comm.codec import Cast, Codec
+from sherd.comm.connect import connect
+from sherd.comm.counters import Count, Counters
+from sherd.comm.handle import Handle
+from sherd.comm.host.communicator import HostCommunicator
+from sherd.comm.solo import SoloCommunicator
+from sherd.comm.summation import SummationTree
+from sherd.config import CommOptions
+
+__all__ = [
+    "C10dCommunicator",
+    "Cast",
+    "Codec",
+    "CommOptions",
+    "Communicator",
+    "Count",
+    "Counters",
+    "Handle",
+    "HostCommunicator",
+    "SoloCommunicator",
+    "SummationTree",
+    "connect",
+    "labelled",
+]

@@ -1,0 +1,330 @@
+"""The communicator: the one seam between sherd and every transport.
+
+Every operation returns a `Handle` at once; what a rank contributes is on its way when the call returns, and the result
+is complete when `handle.wait()` does. The tensors of a call must be left alone until then.
+
+    total = comm.all_reduce(gradient).wait()
+
+A transport implements the underscored methods on flat contiguous tensors. This class checks arguments, describes the
+call (see `calls`), shapes the results and counts; checked calls are remembered, so a repeated call pays one look-up.
+"""
+
+from __future__ import annotations
+
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from sherd.comm.calls import Call, describe
+from sherd.comm.codec import Codec
+from sherd.comm.counters import Counters
+from sherd.comm.handle import CopyBack, Handle
+from sherd.comm.summation import SummationTree, check_reduction
+from sherd.config import CommOptions
+from sherd.errors import ConfigError, Unsupported
+
+_BARRIER = Call("barrier", "barrier()")
+
+
+class Form(NamedTuple):
+    """A call whose arguments were found right, and what it gives."""
+
+    call: Call
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Communicator(ABC):
+    """A group of ranks that can talk. `rank` and `world` number its members from 0."""
+
+    #: The transport's name, as in `CommOptions.transport`.
+    transport: str
+    #: Whether `shared_tensor` and `shared_buffers` work.
+    shares_memory: bool = False
+
+    def __init__(self, rank: int, world: int, options: CommOptions) -> None:
+        self.rank = rank
+        self.world = world
+        self.options = options
+        self.tree = SummationTree(world, min(options.group or world, world))
+        self.counters = Counters()
+        self._forms: dict[tuple[object, ...], Form] = {}
+
+    # ---------------------------------------------------------------- operations
+
+    def reduce_scatter(
+        self,
+        input: Tensor,
+        output: Tensor | None = None,
+        *,
+        op: str = "sum",
+        codec: Codec | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Handle:
+        """Reduce over ranks and keep this rank's slice: the first dimension of `input` is cut into `world` parts."""
+        form = self._form("reduce_scatter", input, output, dtype, codec, op)
+        result, flat = _output(input, output, form)
+        return self._finish(self._reduce_scatter(form.call, _flat(input), flat, op, codec), result, flat)
+
+    def all_gather(
+        self,
+        input: Tensor,
+        output: Tensor | None = None,
+        *,
+        codec: Codec | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Handle:
+        """Concatenate every rank's `input` along the first dimension, in rank order, on every rank."""
+        form = self._form("all_gather", input, output, dtype, codec)
+        result, flat = _output(input, output, form)
+        return self._finish(self._all_gather(form.call, _flat(input), flat, codec), result, flat)
+
+    def all_reduce(
+        self,
+        input: Tensor,
+        output: Tensor | None = None,
+        *,
+        op: str = "sum",
+        codec: Codec | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Handle:
+        """Reduce over ranks, on every rank. `output=input` works in place."""
+        form = self._form("all_reduce", input, output, dtype, codec, op)
+        result, flat = _output(input, output, form)
+        return self._finish(self._all_reduce(form.call, _flat(input), flat, op, codec), result, flat)
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Handle:
+        """Overwrite `tensor` with that of rank `root`, on every rank."""
+        form = self._form("broadcast", tensor, tensor, None, None, root)
+        result, flat = _output(tensor, tensor, form)
+        if flat.data_ptr() != result.data_ptr():
+            flat.copy_(_flat(tensor))
+        return self._finish(self._broadcast(form.call, flat, root), result, flat)
+
+    def all_to_all(self, input: Tensor, output: Tensor | None = None) -> Handle:
+        """Send the i-th part of `input` (cut along its first dimension) to rank i and take one from each, in order."""
+        form = self._form("all_to_all", input, output, None, None)
+        result, flat = _output(input, output, form)
+        if flat.numel() and flat.data_ptr() == input.data_ptr():
+            fix = "write all_to_all(x, torch.empty_like(x))"
+            raise ConfigError(f"rank {self.rank}: all_to_all cannot work in place; {fix}")
+        return self._finish(self._all_to_all(form.call, _flat(input), flat), result, flat)
+
+    def send(self, tensor: Tensor, to: int) -> Handle:
+        """Send to one rank. Complete when `tensor` may be reused, which can be before it was received."""
+        form = self._form("send", tensor, tensor, None, None, to)
+        handle = self._send(form.call, _flat(tensor), to)
+        handle.result = tensor
+        return handle
+
+    def recv(self, tensor: Tensor, source: int) -> Handle:
+        """Receive into `tensor` what `source` sent, in the order in which it was sent."""
+        form = self._form("recv", tensor, tensor, None, None, source)
+        result, flat = _output(tensor, tensor, form)
+        return self._finish(self._recv(form.call, flat, source), result, flat)
+
+    def barrier(self) -> Handle:
+        """Complete when every rank has made this call."""
+        return self._barrier(_BARRIER)
+
+    # ---------------------------------------------------------------- small Python objects
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Every rank's small picklable object, in rank order. Only for ranks that trust each other."""
+        data = _pickled(obj)
+        sizes = self.all_gather(torch.tensor([data.numel()])).wait().tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        rows = self.all_gather(padded).wait().view(self.world, -1)
+        return [_unpickled(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+    def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
+        """Rank `root`'s small picklable object, on every rank."""
+        data = _pickled(obj) if self.rank == root else torch.empty(0, dtype=torch.uint8)
+        size = int(self.broadcast(torch.tensor([data.numel()]), root).wait())
+        payload = data if self.rank == root else torch.empty(size, dtype=torch.uint8)
+        return _unpickled(self.broadcast(payload, root).wait())
+
+    # ---------------------------------------------------------------- memory shared by the ranks of a host
+
+    def shared_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """One zeroed allocation that all ranks map: what one writes, the others see after a barrier. Collective."""
+        raise Unsupported(f"{self._self()} does not share memory between ranks; check `comm.shares_memory` first")
+
+    def shared_buffers(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """One zeroed buffer per rank, all of them visible to all ranks. Collective.
+
+        An operation whose input lies in this rank's buffer is read in place by the others: nothing is copied in.
+        """
+        raise Unsupported(f"{self._self()} does not share memory between ranks; check `comm.shares_memory` first")
+
+    # ---------------------------------------------------------------- groups and life
+
+    @abstractmethod
+    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
+        """A communicator among `ranks`, None on ranks outside it. All ranks of this communicator must call it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave. Others that still need this rank get an error that says so. Safe to call twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- for transports
+
+    @abstractmethod
+    def _reduce_scatter(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle: ...
+
+    @abstractmethod
+    def _all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle: ...
+
+    @abstractmethod
+    def _all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle: ...
+
+    @abstractmethod
+    def _broadcast(self, call: Call, target: Tensor, root: int) -> Handle: ...
+
+    @abstractmethod
+    def _all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle: ...
+
+    @abstractmethod
+    def _send(self, call: Call, source: Tensor, to: int) -> Handle: ...
+
+    @abstractmethod
+    def _recv(self, call: Call, target: Tensor, source: int) -> Handle: ...
+
+    @abstractmethod
+    def _barrier(self, call: Call) -> Handle: ...
+
+    # ---------------------------------------------------------------- private
+
+    def _self(self) -> str:
+        return f"rank {self.rank} of {self.world} ({self.transport})"
+
+    def _form(
+        self,
+        operation: str,
+        input: Tensor,
+        output: Tensor | None,
+        dtype: torch.dtype | None,
+        codec: Codec | None,
+        detail: str | int = "",
+    ) -> Form:
+        """The checked form of a call, remembered: a call that was right once is right again."""
+        there = None if output is None else (output.shape, output.dtype)
+        key = (operation, input.shape, input.dtype, there, dtype, codec, detail)
+        form = self._forms.get(key)
+        if form is None:
+            form = self._new_form(operation, input, output, dtype, codec, detail)
+            if len(self._forms) > 4096:
+                self._forms.clear()  # shapes that change with every call must not pile up
+            self._forms[key] = form
+        return form
+
+    def _new_form(
+        self,
+        operation: str,
+        input: Tensor,
+        output: Tensor | None,
+        dtype: torch.dtype | None,
+        codec: Codec | None,
+        detail: str | int,
+    ) -> Form:
+        shape, out_dtype = self._out_shape(operation, input), _out_dtype(input, output, dtype)
+        words = [f"codec {codec.name}" if codec else ""]
+        compared = ""
+        if operation in ("reduce_scatter", "all_reduce"):
+            check_reduction(str(detail))
+            words.insert(0, str(detail))
+        elif operation == "broadcast":
+            self._check_rank(detail, operation, "root")
+            words.insert(0, f"root {detail}")
+        elif operation in ("send", "recv"):
+            self._check_rank(detail, operation, "to" if operation == "send" else "source", peer=True)
+            compared = describe("message", input.dtype, input.shape)
+        if out_dtype != input.dtype:
+            words.append(f"out {str(out_dtype).removeprefix('torch.')}")
+        text = describe(operation, input.dtype, input.shape, *words)
+        if output is not None and (output.shape != shape or output.device != input.device):
+            raise ConfigError(
+                f"rank {self.rank}: {text} needs an output of shape {tuple(shape)} on {input.device}, "
+                f"got {tuple(output.shape)} on {output.device}"
+            )
+        return Form(Call(operation, text, compared), shape, out_dtype)
+
+    def _out_shape(self, operation: str, input: Tensor) -> torch.Size:
+        if operation == "all_gather":
+            return torch.Size((self.world * (input.shape[0] if input.dim() else 1), *input.shape[1:]))
+        if operation not in ("reduce_scatter", "all_to_all"):
+            return input.shape
+        if input.dim() == 0 or input.shape[0] % self.world:
+            raise ConfigError(
+                f"rank {self.rank}: {operation} cuts the first dimension into {self.world} equal parts, "
+                f"which shape {tuple(input.shape)} does not allow; pad it to a multiple of {self.world}"
+            )
+        return (
+            input.shape if operation == "all_to_all" else torch.Size((input.shape[0] // self.world, *input.shape[1:]))
+        )
+
+    def _finish(self, handle: Handle, result: Tensor, flat: Tensor) -> Handle:
+        """The handle as the caller sees it: its result has the caller's shape, strides and identity."""
+        if flat is not result and flat.data_ptr() != result.data_ptr():
+            return CopyBack(handle, flat, result)
+        handle.result = result
+        return handle
+
+    def _check_rank(self, rank: object, operation: str, name: str, peer: bool = False) -> None:
+        if not isinstance(rank, int) or not 0 <= rank < self.world:
+            raise ConfigError(
+                f"rank {self.rank}: {operation} got {name}={rank}; write a rank from 0 to {self.world - 1}"
+            )
+        if peer and rank == self.rank:
+            raise ConfigError(f"rank {self.rank}: {operation} got {name}={rank}, which is this rank itself")
+
+    def _check_group(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self._check_rank(rank, "subgroup", "ranks with")
+        if list(ranks) != sorted(set(ranks)):
+            raise ConfigError(f"rank {self.rank}: subgroup needs ascending ranks without repeats, got {list(ranks)}")
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1)
+
+
+def _output(input: Tensor, output: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
+    """The tensor to return and the flat contiguous tensor to write (another one where `output` has gaps)."""
+    if output is None:
+        output = torch.empty(form.shape, dtype=form.dtype, device=input.device)
+    target = output.detach() if output.requires_grad else output
+    if target.is_contiguous():
+        return output, target if target.dim() == 1 else target.view(-1)
+    return output, torch.empty(target.numel(), dtype=form.dtype, device=input.device)
+
+
+def _out_dtype(input: Tensor, output: Tensor | None, dtype: torch.dtype | None) -> torch.dtype:
+    if output is None:
+        return dtype or input.dtype
+    if dtype is not None and dtype != output.dtype:
+        raise ConfigError(f"output has dtype {output.dtype} but dtype={dtype} was asked for; give one of the two")
+    return output.dtype
+
+
+def _pickled(obj: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+
+
+def _unpickled(data: Tensor) -> Any:
+    return pickle.loads(bytes(data.tolist()))

@@ -1,0 +1,67 @@
+"""Codecs: what a contribution looks like while it travels.
+
+A codec is fixed-rate: the bytes on the wire depend only on the number of elements, so that every rank knows what to
+expect. A lossy codec is applied to a rank's own contribution too: the result must not depend on who owns a slice.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from sherd.errors import ConfigError
+
+
+class Codec(ABC):
+    """Encodes flat tensors into bytes and back. Instances are immutable and equal when their `name` is."""
+
+    #: Elements that must stay together; a stream is cut only at multiples of it.
+    block: int = 1
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Codec and options in one word; it is compared between ranks."""
+
+    @abstractmethod
+    def wire_bytes(self, numel: int) -> int:
+        """Bytes on the wire for `numel` elements."""
+
+    @abstractmethod
+    def encode(self, source: Tensor, wire: Tensor) -> None:
+        """Write the flat tensor `source` into the flat uint8 tensor `wire`."""
+
+    @abstractmethod
+    def decode(self, wire: Tensor, target: Tensor) -> None:
+        """Read the flat uint8 tensor `wire` into the flat tensor `target`."""
+
+
+class Cast(Codec):
+    """Travel in another floating-point dtype, half the bytes with bf16 or fp16."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        if not dtype.is_floating_point:
+            raise ConfigError(f"Cast needs a floating-point dtype such as torch.bfloat16, got {dtype}")
+        self.dtype = dtype
+
+    @property
+    def name(self) -> str:
+        return f"cast-{str(self.dtype).removeprefix('torch.')}"
+
+    def wire_bytes(self, numel: int) -> int:
+        return numel * self.dtype.itemsize
+
+    def encode(self, source: Tensor, wire: Tensor) -> None:
+        wire.view(self.dtype).copy_(source)
+
+    def decode(self, wire: Tensor, target: Tensor) -> None:
+        target.copy_(wire.view(self.dtype))
+
+
+def decoded(codec: Codec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """A new flat tensor with what `wire` carries."""
+    target = torch.empty(numel, dtype=dtype, device=wire.device)
+    codec.decode(wire, target)
+    return target

@@ -1,0 +1,44 @@
+"""What a communicator has sent: payload and control bytes per operation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Count:
+    """Calls of one operation and the bytes this rank sent for them."""
+
+    calls: int = 0
+    payload: int = 0
+    control: int = 0
+
+
+class Counters:
+    """Counts by operation.
+
+    *Payload* is tensor data that other ranks read from this rank; *control* is everything that makes it possible:
+    fingerprints and headers. A broadcast's payload is attributed to its root, whatever tree the backend uses.
+    """
+
+    def __init__(self) -> None:
+        self.by_operation: dict[str, Count] = {}
+
+    def add(self, operation: str, payload: int, control: int) -> None:
+        count = self.by_operation.get(operation)
+        if count is None:
+            count = self.by_operation[operation] = Count()
+        count.calls += 1
+        count.payload += payload
+        count.control += control
+
+    def total(self) -> Count:
+        counts = self.by_operation.values()
+        return Count(
+            calls=sum(c.calls for c in counts),
+            payload=sum(c.payload for c in counts),
+            control=sum(c.control for c in counts),
+        )
+
+    def reset(self) -> None:
+        self.by_operation.clear()

@@ -1,0 +1,63 @@
+"""Handles: operations that are under way."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+
+class Handle(ABC):
+    """An operation under way. `wait()` completes it; until then its tensors must be left alone."""
+
+    __slots__ = ("result",)
+
+    #: What `wait()` returns; the communicator sets it before it hands the handle out.
+    result: Tensor | None
+
+    @abstractmethod
+    def wait(self) -> Tensor:
+        """Complete the operation and return its result (for a barrier, an empty tensor). May be called again."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether `wait()` would return at once. Moves the operation on as far as it can go without waiting."""
+
+
+class Done(Handle):
+    """An operation that was complete when it was issued."""
+
+    __slots__ = ()
+
+    def __init__(self, result: Tensor) -> None:
+        self.result = result
+
+    def wait(self) -> Tensor:
+        assert self.result is not None
+        return self.result
+
+    def done(self) -> bool:
+        return True
+
+
+class CopyBack(Handle):
+    """An operation that writes a contiguous stand-in for the caller's output, copied over when it is complete."""
+
+    __slots__ = ("_flat", "_inner")
+
+    def __init__(self, inner: Handle, flat: Tensor, result: Tensor) -> None:
+        self._inner: Handle | None = inner
+        self._flat = flat
+        inner.result = flat
+        self.result = result
+
+    def wait(self) -> Tensor:
+        assert self.result is not None
+        if self._inner is not None:
+            self._inner.wait()
+            self.result.detach().copy_(self._flat.view(self.result.shape))
+            self._inner = None
+        return self.result
+
+    def done(self) -> bool:
+        return self._inner is None or self._inner.done()

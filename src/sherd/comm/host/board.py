@@ -1,0 +1,208 @@
+"""The board: one small segment on which the ranks of a host tell each other where they stand.
+
+Each word has one writer. A rank's *posted* flag says how far it has contributed and its *done* flag how far it has
+read what others contributed. Both count `progress`: the number of an operation in the high bits, chunks of it in the
+low ones, so that one comparison answers "has it come at least this far?".
+
+For each operation a rank writes a *header* (fingerprint of the call, where its contribution lies) before it raises the
+posted flag. The words of calls are written once per call and site and referred to by number, which makes it cheap
+enough to know at any time what every rank last did.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from enum import IntEnum
+
+from sherd.comm.calls import Call, Site, site_text
+from sherd.comm.host import futex
+from sherd.comm.host.memory import Segment, round_up
+
+CHUNK_BITS = 24
+HEADERS = 64  # operations a rank may be ahead of the slowest reader
+_HEADER = struct.Struct("<6Q")  # fingerprint, text, segment + 1, offset, first chunk, monotonic ns
+HEADER_WORDS = 8
+_TEXTS = 256
+_TEXT_BYTES = 512
+_WORDS_BYTES = 4096
+_LINE_WORDS = 8  # 64 bytes: flags of different writers do not share a cache line
+
+
+def progress(operation: int, chunks: int = 0) -> int:
+    return (operation << CHUNK_BITS) + chunks
+
+
+class State(IntEnum):
+    """What has become of a rank."""
+
+    WELL = 0
+    LEFT = 1
+    DIVERGED = 2
+    LOST_PEER = 3
+    TIMED_OUT = 4
+
+
+class Board:
+    """One rank's view of the board of its host."""
+
+    def __init__(self, segment: Segment, rank: int, world: int) -> None:
+        self.rank = rank
+        self.world = world
+        self._segment = segment
+        self._memory = segment.memory
+        self.words = segment.words()
+        flags, channels, states, sleepers, headers, texts, last_words, _ = _offsets(world)
+        self.posted = [(flags + 128 * r) // 8 for r in range(world)]
+        self.done = [(flags + 128 * r + 64) // 8 for r in range(world)]
+        self._flags, self._channels = flags, channels
+        self._states = self.words[states // 8 : states // 8 + world]
+        self._all_well = memoryview(bytes(8 * world)).cast("Q")
+        self._sleepers = memoryview(self._memory)[sleepers : sleepers + world]
+        self._nobody = bytes(world)
+        self._texts, self._last_words = texts, last_words
+        self.headers = [(headers >> 3) + r * HEADERS * HEADER_WORDS for r in range(world)]
+        self._numbers: dict[tuple[int, Site], int] = {}
+
+    @staticmethod
+    def nbytes(world: int) -> int:
+        return _offsets(world)[-1]
+
+    # ---------------------------------------------------------------- flags
+
+    def sent(self, source: int, to: int) -> int:
+        """The word in which `source` counts what it has put into its channel to `to`."""
+        return (self._channels + 128 * (source * self.world + to)) // 8
+
+    def taken(self, source: int, to: int) -> int:
+        """The word in which `to` counts what it has taken out of that channel."""
+        return self.sent(source, to) + _LINE_WORDS
+
+    def writer(self, index: int) -> int:
+        """The rank that writes the flag at `index`."""
+        if 8 * index < self._channels:
+            return (8 * index - self._flags) // 128
+        pair, within = divmod(8 * index - self._channels, 128)
+        return pair % self.world if within else pair // self.world
+
+    def raise_flag(self, index: int, value: int) -> None:
+        """Store a word of this rank's own and wake whoever sleeps on it."""
+        if not futex.STORES_IN_ORDER:
+            futex.fence()
+        self.words[index] = value
+        # The sleeper announces itself, then sleeps only if the word is still old. A store still on its way when the
+        # sleepers are read can cost a wake-up, never more: sleepers look again after a bounded time.
+        if self._sleepers != self._nobody:
+            futex.wake(self._segment.address + 8 * index)
+
+    def sleep(self, index: int, seen: int, seconds: float) -> None:
+        """Sleep until the word at `index` is no longer `seen`, for at most `seconds`."""
+        self._sleepers[self.rank] = 1
+        try:
+            futex.wait(self._segment.address + 8 * index, seen, seconds)
+        finally:
+            self._sleepers[self.rank] = 0
+
+    # ---------------------------------------------------------------- headers
+
+    def write_header(self, operation: int, call: Call, site: Site, lent: tuple[int, int], first_chunk: int) -> None:
+        """Announce this rank's contribution: where it is lent (segment -1: nowhere) and its first staging chunk."""
+        number = self._numbers.get((call.fingerprint, site))
+        if number is None:
+            number = self._write_text(call, site)
+        where = 8 * self.header_word(self.rank, operation)
+        segment, offset = lent
+        _HEADER.pack_into(
+            self._memory, where, call.fingerprint, number, segment + 1, offset, first_chunk, time.monotonic_ns()
+        )
+
+    def header_word(self, rank: int, operation: int) -> int:
+        """Index of the first word of a header: fingerprint, text, segment + 1, offset, first chunk, time."""
+        return self.headers[rank] + operation % HEADERS * HEADER_WORDS
+
+    def fingerprint(self, rank: int, operation: int) -> int:
+        return self.words[self.header_word(rank, operation)]
+
+    def place(self, rank: int, operation: int) -> tuple[int, int, int]:
+        """Segment (or -1) and offset of what a rank lends, and the number of its first staging chunk."""
+        word = self.header_word(rank, operation)
+        return self.words[word + 2] - 1, self.words[word + 3], self.words[word + 4]
+
+    # ---------------------------------------------------------------- words
+
+    def text(self, number: int, rank: int) -> str:
+        start = self._text(rank, number)
+        return bytes(self._memory[start : start + _TEXT_BYTES]).rstrip(b"\0").decode(errors="replace")
+
+    def call_text(self, rank: int, operation: int) -> str:
+        """The call that `rank` made as its operation number `operation`, and where."""
+        return self.text(self.words[self.header_word(rank, operation) + 1], rank)
+
+    def last_deed(self, rank: int) -> str:
+        """What `rank` last did, for errors about somebody who is waited for."""
+        reached, finished = self.words[self.posted[rank]], self.words[self.done[rank]]
+        operation = reached >> CHUNK_BITS
+        if operation == 0:
+            return "has made no call yet"
+        seconds = (time.monotonic_ns() - self.words[self.header_word(rank, operation) + 5]) / 1e9
+        verb = "last finished" if finished >= reached else "is in"
+        return f"{verb} {self.call_text(rank, operation)} (call {operation}, made {seconds:.1f} s ago)"
+
+    def leave_word(self, state: State, text: str) -> None:
+        """Tell the others what has become of this rank. The first word stands."""
+        if self._states[self.rank] == State.WELL:
+            data = text.encode()[: _WORDS_BYTES - 1]
+            start = self._last_words + self.rank * _WORDS_BYTES
+            self._memory[start : start + _WORDS_BYTES] = data.ljust(_WORDS_BYTES, b"\0")
+            if not futex.STORES_IN_ORDER:
+                futex.fence()
+            self._states[self.rank] = state
+
+    def trouble(self) -> dict[int, tuple[State, str]]:
+        """Ranks that are no longer well, and what they said."""
+        return {r: (State(s), self._last(r)) for r, s in enumerate(self._states) if s}
+
+    def all_well(self) -> bool:
+        return self._states == self._all_well
+
+    def close(self) -> None:
+        """Unmap, unless views of it are still about."""
+        for view in (self._states, self._sleepers, self.words):
+            view.release()
+
+    def _last(self, rank: int) -> str:
+        start = self._last_words + rank * _WORDS_BYTES
+        return bytes(self._memory[start : start + _WORDS_BYTES]).rstrip(b"\0").decode(errors="replace")
+
+    def _write_text(self, call: Call, site: Site) -> int:
+        number = len(self._numbers) % _TEXTS
+        if number == 0:
+            self._numbers.clear()
+        data = f"{call.text} at {site_text(site)}".encode()[: _TEXT_BYTES - 1]
+        start = self._text(self.rank, number)
+        self._memory[start : start + _TEXT_BYTES] = data.ljust(_TEXT_BYTES, b"\0")
+        self._numbers[(call.fingerprint, site)] = number
+        return number
+
+    def _text(self, rank: int, number: int) -> int:
+        return self._texts + (rank * _TEXTS + number) * _TEXT_BYTES
+
+
+def _offsets(world: int) -> tuple[int, ...]:
+    """Byte offsets of flags, channel flags, states, sleepers, headers, texts and last words, and the size of all."""
+    sizes = [
+        world * 128,
+        world * world * 128,
+        round_up(world * 8, 64),
+        round_up(world, 64),
+        world * HEADERS * 8 * HEADER_WORDS,
+        world * _TEXTS * _TEXT_BYTES,
+        world * _WORDS_BYTES,
+    ]
+    return tuple(sum(sizes[:i]) for i in range(len(sizes) + 1))
+
+
+def spins_pay(ranks: int) -> bool:
+    """Spinning helps only while every rank has a core of its own."""
+    return ranks <= len(os.sched_getaffinity(0))

@@ -1,0 +1,302 @@
+"""The host transport's operations."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from sherd import observe
+from sherd.comm.base import Communicator
+from sherd.comm.calls import Call, call_site
+from sherd.comm.codec import Codec
+from sherd.comm.handle import Handle
+from sherd.comm.host.board import Board, State, spins_pay
+from sherd.comm.host.channel import Channels
+from sherd.comm.host.memory import PAGE, Segment, round_up
+from sherd.comm.host.operation import Operation, SteppedOperation, Steps
+from sherd.comm.host.rendezvous import Link, meet
+from sherd.comm.host.scheduler import Scheduler
+from sherd.comm.host.shared import SharedMemory
+from sherd.comm.host.small import Finish, SmallPlan
+from sherd.comm.host.staging import Staging
+from sherd.comm.host.streams import Streams, Take
+from sherd.comm.host.waiting import Waiter
+from sherd.comm.summation import combine, cut_for, one_phase
+from sherd.config import CommOptions
+
+HEADER_BYTES = 64
+MAX_PLANS = 256
+_EMPTY = torch.empty(0)
+
+
+class HostCommunicator(Communicator):
+    """Ranks of one machine. Build it with `sherd.comm.connect`, or over a `Link` whose members are its ranks."""
+
+    transport = "host"
+    shares_memory = True
+
+    def __init__(self, link: Link, options: CommOptions) -> None:
+        rank, world = link.members.index(link.rank), len(link.members)
+        super().__init__(rank, world, options)
+        self.names = [card.name for card in link.cards]
+        self._link = link
+        self._all = range(world)
+        self._number = 0
+        self._closed = False
+        self._shared_calls: dict[Call, Call] = {}
+        self._plans: dict[Call, SmallPlan | None] = {}
+        self._memory = SharedMemory()
+        self._board = Board(self._share("board", Board.nbytes(world)), rank, world)
+        self._peers = link.watch(options.timeout, range(world))
+        waiter = Waiter(self._board, self._peers, self.names, options, spin=spins_pay(world))
+        self._scheduler = Scheduler(self._board, waiter)
+        chunks = self._share("staging", Staging.nbytes(world, options.chunk_bytes, options.chunks))
+        staging = Staging(chunks, self._board, options.chunk_bytes, options.chunks)
+        self._streams = Streams(self._board, staging, self._memory, self.names, options.check)
+        channels = self._share("channels", Channels.nbytes(world))
+        self._channels = Channels(channels, self._board, self._memory, self._scheduler, self.names)
+        self._at_exit = _close_at_exit(self)
+        observe.emit("comm.connect", transport=self.transport, world=world, hosts=[self.names])
+
+    # ---------------------------------------------------------------- shared memory, groups and life
+
+    def shared_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        self._agree(f"shared_tensor({dtype}{list(shape)})")
+        numel = torch.Size(shape).numel()
+        segment = self._share("tensor", numel * dtype.itemsize)
+        self._memory.add(segment, common=True)
+        return segment.tensor(0, numel, dtype).view(shape)
+
+    def shared_buffers(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        self._agree(f"shared_buffers({dtype}{list(shape)})")
+        numel = torch.Size(shape).numel()
+        stride = round_up(numel * dtype.itemsize, PAGE)
+        segment = self._share("buffers", stride * self.world)
+        self._memory.add(segment, common=False)
+        return [segment.tensor(r * stride, numel, dtype).view(shape) for r in range(self.world)]
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
+        self._check_group(ranks)
+        self._agree(f"subgroup({list(ranks)})")
+        # Ranks outside the group meet too, each under a label of its own, because every rank is in the exchange.
+        label = "subgroup" if self.rank in ranks else f"outside-{self.rank}"
+        world_rank = self._link.cards[self.rank].rank
+        meeting = meet(self.rank, world_rank, lambda _, value: self.all_gather_object(value), label)
+        if self.rank not in ranks:
+            meeting.link.close()
+            return None
+        return HostCommunicator(meeting.link, self.options.replace(group=min(self.tree.group, len(ranks))))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        error = getattr(sys, "last_value", None)
+        self._board.leave_word(State.LEFT, f"{type(error).__name__}: {error}" if error is not None else "")
+        self._scheduler.abandon("it was closed")
+        self._memory.forget()
+        self._peers.close()
+        self._link.close()
+
+    def _share(self, label: str, nbytes: int) -> Segment:
+        return self._link.share(label, nbytes, self.options.timeout)
+
+    def _agree(self, text: str) -> None:
+        """A barrier that all ranks must enter with the same words."""
+        self._barrier(Call(text.partition("(")[0], text)).wait()
+
+    # ---------------------------------------------------------------- operations
+
+    def _reduce_scatter(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
+        cut = target.numel()
+        self._count(call, (self.world - 1) * _wire_bytes(cut, source, codec))
+        if codec is None:
+            small = self._start_small(call, source, target, cut, self._all, lambda: self._reduce_whole(op))
+            if small is not None:
+                return small
+        o = self._new(call)
+        return self._issue(o, self._streams.scatter(o, source, cut, codec, self._reducing(target, op)))
+
+    def _all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
+        cut = target.numel() // self.world
+        self._count(call, (self.world - 1) * _wire_bytes(cut, source))
+        small = self._start_small(call, source, target, cut, self._all, lambda: _concatenate)
+        if small is not None:
+            return small
+        o = self._new(call)
+        return self._issue(o, self._streams.scatter(o, source, cut, None, _spreading(target, cut)))
+
+    def _all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
+        cut = source.numel()
+        if codec is None and self._memory.is_common(target):
+            call = self._into_shared(call)
+            self._count(call, 0)
+            o = self._new(call)
+            return self._issue(o, self._streams.publish(o, source, target[self.rank * cut : (self.rank + 1) * cut]))
+        self._count(call, (self.world - 1) * _wire_bytes(cut, source, codec))
+        if codec is None:
+            small = self._start_small(call, source, target, cut, self._all, lambda: _concatenate)
+            if small is not None:
+                return small
+        o = self._new(call)
+        return self._issue(o, self._streams.gather(o, source, cut, self._all, codec, _spreading(target, cut)))
+
+    def _broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
+        numel, receives = target.numel(), self.rank != root
+        self._count(call, 0 if receives else (self.world - 1) * _wire_bytes(numel, target))
+        small = self._start_small(call, target, target, numel, (root,), lambda: _copy if receives else _keep)
+        if small is not None:
+            return small
+
+        def take(start: int, stop: int, parts: list[Tensor]) -> None:
+            if receives:
+                target[start:stop].copy_(parts[0])
+
+        o = self._new(call)
+        return self._issue(o, self._streams.gather(o, target, numel, (root,), None, take))
+
+    def _all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
+        numel = source.numel()
+        if one_phase(numel * source.element_size(), codec):
+            self._count(call, (self.world - 1) * _wire_bytes(numel, source))
+            small = self._start_small(call, source, target, numel, self._all, lambda: self._reduce_whole(op))
+            if small is not None:
+                return small
+            o = self._new(call)
+            return self._issue(o, self._streams.gather(o, source, numel, self._all, None, self._reducing(target, op)))
+        cut = cut_for(numel, self.world, codec)
+        self._count(call, (self.world - 1) * (_wire_bytes(cut, source, codec) + _wire_bytes(cut, target, codec)))
+        mine = target[self.rank * cut : (self.rank + 1) * cut]
+        o = self._new(call)
+        reduce, spread = self._reducing(mine, op), _spreading(target, cut)
+        return self._issue(o, self._streams.scatter_gather(o, source, mine, cut, codec, reduce, spread))
+
+    def _barrier(self, call: Call) -> Handle:
+        self._count(call, 0)
+        o = self._start_small(call, _EMPTY, _EMPTY, 0, (), lambda: _keep)
+        if o is None:
+            stepped = self._new(call)
+            o = self._issue(stepped, self._streams.gather(stepped, _EMPTY, 0, (), None, _ignoring))
+        o.result = _EMPTY
+        return o
+
+    def _send(self, call: Call, source: Tensor, to: int) -> Handle:
+        self._count(call, source.numel() * source.element_size())
+        self._scheduler.check()
+        return self._channels.send(call, source, to)
+
+    def _recv(self, call: Call, target: Tensor, source: int) -> Handle:
+        self._count(call, 0)
+        self._scheduler.check()
+        return self._channels.recv(call, target, source)
+
+    # ---------------------------------------------------------------- private
+
+    def _count(self, call: Call, payload: int) -> None:
+        self.counters.add(call.operation, payload, HEADER_BYTES)
+
+    def _new(self, call: Call) -> SteppedOperation:
+        self._scheduler.admit()
+        self._number += 1
+        return SteppedOperation(self._scheduler, self._number, call, call_site())
+
+    def _issue(self, operation: SteppedOperation, steps: Steps) -> Operation:
+        operation.steps = steps
+        return self._scheduler.issue(operation)
+
+    def _start_small(
+        self,
+        call: Call,
+        source: Tensor,
+        target: Tensor,
+        cut: int,
+        contributors: Sequence[int],
+        finish: Callable[[], Finish],
+    ) -> Operation | None:
+        """Take the short way, where the contribution is small and nothing stands in the way."""
+        plan = self._plans.get(call, self)
+        if plan is self:
+            if len(self._plans) > MAX_PLANS:
+                self._plans.clear()
+            plan = self._streams.small_plan(call, source.numel(), source.dtype, cut, contributors, finish())
+            self._plans[call] = plan
+        if plan is None:
+            return None
+        self._scheduler.admit()
+        o = self._streams.start_small(self._scheduler, self._number + 1, plan, source, target)
+        if o is None:
+            return None
+        self._number += 1
+        return self._scheduler.add(o)
+
+    def _reduce_whole(self, op: str) -> Finish:
+        tree = self.tree
+        return lambda parts, target: combine(tree, parts, target, op)
+
+    def _reducing(self, target: Tensor, op: str) -> Take:
+        tree = self.tree
+
+        def take(start: int, stop: int, parts: list[Tensor]) -> None:
+            whole = start == 0 and stop == target.numel()
+            combine(tree, parts, target if whole else target[start:stop], op)
+
+        return take
+
+    def _into_shared(self, call: Call) -> Call:
+        """The same call with an output that all ranks share: ranks must agree on that too."""
+        shared = self._shared_calls.get(call)
+        if shared is None:
+            shared = self._shared_calls[call] = Call(call.operation, f"{call.text} into a shared tensor")
+        return shared
+
+
+def _spreading(target: Tensor, cut: int) -> Take:
+    """Put the part of rank r at r * cut, unless it is there already."""
+
+    def take(start: int, stop: int, parts: list[Tensor]) -> None:
+        for rank, part in enumerate(parts):
+            place = target[rank * cut + start : rank * cut + stop]
+            numel = place.numel()  # the last ranks' slices of an uneven cut are shorter
+            if numel and place.data_ptr() != part.data_ptr():
+                place.copy_(part[:numel])
+
+    return take
+
+
+def _concatenate(parts: list[Tensor], target: Tensor) -> None:
+    torch.cat(parts, out=target)
+
+
+def _copy(parts: list[Tensor], target: Tensor) -> None:
+    target.copy_(parts[0])
+
+
+def _keep(parts: list[Tensor], target: Tensor) -> None:
+    pass
+
+
+def _ignoring(start: int, stop: int, parts: list[Tensor]) -> None:
+    pass
+
+
+def _wire_bytes(numel: int, tensor: Tensor, codec: Codec | None = None) -> int:
+    return codec.wire_bytes(numel) if codec else numel * tensor.element_size()
+
+
+def _close_at_exit(communicator: HostCommunicator) -> Callable[[], None]:
+    """Leave word at the end of the process, without keeping the communicator alive until then."""
+    reference = weakref.ref(communicator)
+
+    def close() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.close()
+
+    atexit.register(close)
+    return close

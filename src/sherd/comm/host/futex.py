@@ -1,0 +1,71 @@
+"""Sleeping on a word of shared memory, and the fences that flags need.
+
+A flag is an aligned 64-bit word with one writer. The futex is its low half, so a waiter sleeps on a 32-bit word that
+changes whenever the flag does. x86-64 keeps stores in order, so data written before a flag is seen before it. ARM does
+not: there a fence goes before a flag is raised and after it is seen. FUTEX_WAKE is that fence: the kernel runs a full
+barrier before it looks for waiters, and ctypes offers no cheaper one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import sys
+
+_FUTEX_WAIT = 0
+_FUTEX_WAKE = 1
+_ALL = 0x7FFFFFFF
+_SYSCALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+
+#: Whether stores to memory become visible in program order, so that flags need no fence.
+STORES_IN_ORDER = platform.machine() == "x86_64"
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_int64), ("nanoseconds", ctypes.c_int64))
+
+
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_fence_word = ctypes.c_uint32(0)
+
+
+def available() -> bool:
+    return _SYSCALL is not None and sys.byteorder == "little" and _libc is not None
+
+
+def _syscall(address: int, operation: int, value: int, timeout: ctypes.c_void_p | None) -> int:
+    assert _libc is not None
+    result: int = _libc.syscall(
+        ctypes.c_long(_SYSCALL or -1),
+        ctypes.c_void_p(address),
+        ctypes.c_int(operation),
+        ctypes.c_uint32(value),
+        timeout,
+        None,
+        0,
+    )
+    return result
+
+
+def wait(address: int, expected: int, seconds: float) -> None:
+    """Sleep while the word at `address` is `expected`, until a wake, a signal or the timeout. Releases the GIL."""
+    whole = int(seconds)
+    timeout = _Timespec(whole, int((seconds - whole) * 1e9))
+    pointer = ctypes.cast(ctypes.byref(timeout), ctypes.c_void_p)
+    if _syscall(address, _FUTEX_WAIT, expected & 0xFFFFFFFF, pointer) == -1:
+        code = ctypes.get_errno()
+        if code not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
+            raise OSError(code, f"futex wait: {os.strerror(code)}")
+
+
+def wake(address: int) -> None:
+    """Wake everyone who sleeps on the word at `address`."""
+    _syscall(address, _FUTEX_WAKE, _ALL, None)
+
+
+def fence() -> None:
+    """A full memory barrier, where the architecture needs one."""
+    if not STORES_IN_ORDER:
+        wake(ctypes.addressof(_fence_word))

@@ -1,0 +1,72 @@
+"""One operation under way on the host transport.
+
+The steps of an operation are a generator: what comes before its first `yield` is done when it is issued, and each
+`yield` names the flags it needs to go on: `(indices, target)`. So an operation reads from top to bottom, can be issued
+without waiting, completed later, or moved on while the rank waits for something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from sherd.comm.calls import Call, Site
+from sherd.comm.handle import Handle
+from sherd.comm.host.board import CHUNK_BITS
+
+if TYPE_CHECKING:
+    from sherd.comm.host.scheduler import Scheduler
+
+Need = tuple[Sequence[int], int]
+"""Flags, and the value all of them must have reached."""
+NOTHING: Need = ((), 0)
+Steps = Generator[Need, None, None]
+
+
+class Operation(Handle):
+    """A handle that a scheduler moves on, step by step. `number` counts the operations of its kind, from 1."""
+
+    __slots__ = ("_scheduler", "base", "call", "finished", "need", "number", "posted", "staged_all")
+
+    def __init__(self, scheduler: Scheduler, number: int, call: Call) -> None:
+        self._scheduler = scheduler
+        self.number = number
+        self.base = number << CHUNK_BITS  # progress when none of its chunks is through
+        self.call = call
+        self.finished = False
+        self.posted = False  # something of this rank's contribution is there for the others
+        self.staged_all = False  # all of it is, or needs no staging chunk
+        self.need: Need = NOTHING
+
+    def step(self) -> None:
+        """Go on to the next need, the present one being met, or to the end."""
+        raise NotImplementedError
+
+    def wait(self) -> Tensor:
+        if not self.finished:
+            self._scheduler.complete(self)
+        assert self.result is not None
+        return self.result
+
+    def done(self) -> bool:
+        return self.finished or self._scheduler.try_complete(self)
+
+
+class SteppedOperation(Operation):
+    """An operation that is a generator."""
+
+    __slots__ = ("places", "site", "steps")
+
+    def __init__(self, scheduler: Scheduler, number: int, call: Call, site: Site) -> None:
+        super().__init__(scheduler, number, call)
+        self.site = site
+        self.places: list[tuple[int, int, int]] | None = None  # where each rank's contribution lies, once checked
+        self.steps: Steps
+
+    def step(self) -> None:
+        try:
+            self.need = next(self.steps)
+        except StopIteration:
+            self.finished = True

@@ -1,0 +1,86 @@
+"""Who is alive: a process handle (pidfd) per peer, which becomes readable the moment the process ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import struct
+from pathlib import Path
+
+_PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes)
+_PIDFD_INFO_EXIT = 1 << 3
+_EXIT_CODE = 60  # offset of exit_code in struct pidfd_info
+
+
+class Peers:
+    """The processes of some ranks. Takes over the pidfds."""
+
+    def __init__(self, pids: dict[int, int], pidfds: dict[int, int]) -> None:
+        self._pids = pids
+        self._fds = pidfds
+        self._rank_of = {fd: rank for rank, fd in pidfds.items()}
+        self._poll = select.poll()
+        for fd in pidfds.values():
+            self._poll.register(fd, select.POLLIN)
+
+    def dead(self) -> list[int]:
+        """The ranks whose process has ended."""
+        return sorted(self._rank_of[fd] for fd, _ in self._poll.poll(0) if fd in self._rank_of)
+
+    def pid(self, rank: int) -> int:
+        return self._pids[rank]
+
+    def how_it_ended(self, rank: int) -> str:
+        """ "was killed by SIGKILL", "exited with code 3" or "ended", whatever can still be known."""
+        status = _status_from_pidfd(self._fds[rank])
+        if status is None:
+            status = _status_from_proc(self._pids[rank])
+        if status is None:
+            return "ended"
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            try:
+                return f"was killed by {signal.Signals(number).name}"
+            except ValueError:
+                return f"was killed by signal {number}"
+        return f"exited with code {os.WEXITSTATUS(status)}"
+
+    def renumbered(self, numbers: dict[int, int]) -> Peers:
+        """Some of these processes under other numbers, with handles of their own."""
+        kept = {rank: new for rank, new in numbers.items() if rank in self._fds}
+        return Peers(
+            {new: self._pids[rank] for rank, new in kept.items()},
+            {new: os.dup(self._fds[rank]) for rank, new in kept.items()},
+        )
+
+    def close(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+        self._rank_of.clear()
+        self._poll = select.poll()
+
+
+def _status_from_pidfd(fd: int) -> int | None:
+    """The wait status of a process that was already collected by its parent (Linux 6.15 and later)."""
+    info = bytearray(64)
+    struct.pack_into("<Q", info, 0, _PIDFD_INFO_EXIT)
+    try:
+        fcntl.ioctl(fd, _PIDFD_GET_INFO, info)
+    except OSError:
+        return None
+    if not struct.unpack_from("<Q", info, 0)[0] & _PIDFD_INFO_EXIT:
+        return None
+    status: int = struct.unpack_from("<i", info, _EXIT_CODE)[0]
+    return status
+
+
+def _status_from_proc(pid: int) -> int | None:
+    """The wait status of a process that has ended and was not collected yet."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[-1]) if fields[0] in "ZX" else None

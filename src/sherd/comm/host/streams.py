@@ -1,0 +1,352 @@
+"""The two movements that every collective of the host transport is made of.
+
+In a *scatter* each rank gives every other rank a different piece; in a *gather* it gives all of them the same one. Both
+stream in chunks: a rank stages chunks ahead of its readers and reads the chunks of all its peers in step. What is done
+with the parts that arrive is the caller's `take`.
+
+A contribution that lies in shared memory already is *lent*: peers read it where it is, and the operation is complete
+when they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from sherd.comm import faults
+from sherd.comm.calls import Call, call_site
+from sherd.comm.codec import Codec, decoded
+from sherd.comm.host.board import CHUNK_BITS, HEADER_WORDS, HEADERS, Board, State, progress
+from sherd.comm.host.operation import Need, Operation, SteppedOperation, Steps
+from sherd.comm.host.scheduler import Scheduler
+from sherd.comm.host.shared import STAGED, Place, SharedMemory
+from sherd.comm.host.small import Finish, SmallOperation, SmallPlan
+from sherd.comm.host.staging import Geometry, Staging
+from sherd.errors import Diverged
+
+Take = Callable[[int, int, list[Tensor]], None]
+"""take(start, stop, parts): use elements [start, stop) of what each contributor gave."""
+Stage = Callable[[int, int], None]
+"""stage(chunk number, index): write the index-th chunk of a contribution."""
+Receive = Callable[[int, int, int], None]
+"""receive(start, stop, index): use elements [start, stop), which are in everybody's index-th chunk."""
+
+
+class Streams:
+    """Moves tensors between the ranks of a host. The generators are the steps of operations."""
+
+    def __init__(self, board: Board, staging: Staging, memory: SharedMemory, names: Sequence[str], check: bool) -> None:
+        self._board = board
+        self._staging = staging
+        self._memory = memory
+        self._names = names
+        self._check = check
+        self._rank, self._world = board.rank, board.world
+        others = [r for r in range(board.world) if r != board.rank]
+        self._posted_by_peers = tuple(board.posted[r] for r in others)
+        self._done_by_peers = tuple(board.done[r] for r in others)
+        self._my_posted, self._my_done = board.posted[board.rank], board.done[board.rank]
+        self._geometries: dict[tuple[Call, int, int], Geometry] = {}
+        self._headers_free = HEADERS - 1
+
+    # ---------------------------------------------------------------- movements
+
+    def scatter(
+        self, o: SteppedOperation, source: Tensor, cut: int, codec: Codec | None, take: Take, last: bool = True
+    ) -> Steps:
+        """Give rank r elements [r * cut, (r + 1) * cut) of `source`, and take what all gave for this rank.
+
+        `last` unless other movements of the same operation follow.
+        """
+        rank, world = self._rank, self._world
+        whole = codec is None and self._staging.is_small(world * cut * source.element_size())
+        g = self._scatter_geometry(o.call, cut, source.element_size(), codec)
+        mine = min(cut, max(source.numel() - rank * cut, 0))
+        lent = self._memory.find(source) if codec is None else STAGED
+
+        def stage(chunk: int, index: int) -> None:
+            if whole:
+                self._write(chunk, 0, source, None)
+                return
+            for r in range(world):
+                start = r * cut + index * g.elements
+                stop = min(start + g.elements, (r + 1) * cut, source.numel())
+                if start < stop and (codec or r != rank):
+                    self._write(chunk, _piece(r, rank, codec) * g.stride, source[start:stop], codec)
+
+        def part(r: int, start: int, stop: int, index: int) -> Tensor:
+            if r == rank and codec is None:
+                return source[rank * cut + start : rank * cut + stop]
+            offset = rank * cut * source.element_size() if whole else _piece(rank, r, codec) * g.stride
+            return self._read(o, r, rank * cut + start, index, offset, stop - start, source.dtype, codec)
+
+        def receive(start: int, stop: int, index: int) -> None:
+            stop = min(stop, mine)
+            if start < stop:
+                take(start, stop, [part(r, start, stop, index) for r in range(world)])
+
+        yield from self._announce(o, lent)
+        yield from self._stream(o, g, cut, None if lent[0] >= 0 else stage, receive, range(world), last=last)
+        if lent[0] >= 0:
+            yield self._done_by_peers, o.base + g.chunks
+
+    def gather(
+        self,
+        o: SteppedOperation,
+        source: Tensor,
+        cut: int,
+        contributors: Sequence[int],
+        codec: Codec | None,
+        take: Take,
+    ) -> Steps:
+        """Give every rank `source`, at most `cut` elements, and take what each of `contributors` gave."""
+        lent = STAGED
+        if self._rank in contributors and codec is None:
+            lent = self._memory.find(source)
+        yield from self._announce(o, lent)
+        g = yield from self._gather(o, source, cut, contributors, codec, take, lent)
+        if lent[0] >= 0:
+            yield self._done_by_peers, o.base + g.chunks
+
+    def scatter_gather(
+        self, o: SteppedOperation, source: Tensor, mine: Tensor, cut: int, codec: Codec | None, take: Take, spread: Take
+    ) -> Steps:
+        """A scatter whose `take` fills `mine`, then a gather of every rank's `mine`, used by `spread`."""
+        yield from self.scatter(o, source, cut, codec, take, last=False)
+        first = self._scatter_geometry(o.call, cut, source.element_size(), codec).chunks
+        yield from self._gather(o, mine, cut, range(self._world), codec, spread, STAGED, first)
+
+    def publish(self, o: SteppedOperation, source: Tensor, place: Tensor) -> Steps:
+        """Write `source` into its `place` in a tensor that all ranks share, when none of them still reads the old."""
+        in_place = source.data_ptr() == place.data_ptr() and source.dtype == place.dtype
+        yield from self._announce(o, STAGED)
+        yield from self._meet(o)
+        if not in_place:
+            place.copy_(source)
+            self._board.raise_flag(self._my_done, o.base + 1)
+            yield self._done_by_peers, o.base + 1
+
+    # ---------------------------------------------------------------- small calls
+
+    def small_plan(
+        self, call: Call, numel: int, dtype: torch.dtype, cut: int, contributors: Sequence[int], finish: Finish
+    ) -> SmallPlan | None:
+        """A plan for contributions of `numel` elements of which each rank reads `cut`, if they are small."""
+        if not self._staging.is_small(numel * dtype.itemsize):
+            return None
+        offset = self._rank * cut * dtype.itemsize if cut < numel else 0
+        views = [self._staging.views(r, offset, cut, dtype) for r in range(self._world)]
+        gives = self._rank in contributors and numel > 0
+        mine = self._staging.views(self._rank, 0, numel, dtype) if gives else None
+        return SmallPlan(call, mine, views if numel else [], list(contributors) if numel else [], finish)
+
+    def start_small(
+        self, scheduler: Scheduler, number: int, plan: SmallPlan, source: Tensor, target: Tensor
+    ) -> SmallOperation | None:
+        """Issue a small call, or None where only the general way goes: no room, or a contribution that is lent."""
+        staging = self._staging
+        if number > self._headers_free or staging.free_after() or self._memory.find(source)[0] >= 0:
+            return None
+        o = SmallOperation(scheduler, number, plan, target, self)
+        chunk = 0
+        if plan.mine is not None:
+            chunk = staging.take(o.base + 1)
+            plan.mine[chunk % staging.chunks].copy_(source)
+        self._board.write_header(number, plan.call, call_site(), STAGED, chunk)
+        self._board.raise_flag(self._my_posted, o.base + plan.chunks)
+        o.need = (self._posted_by_peers, o.base + plan.chunks)
+        return o
+
+    def finish_small(self, o: SmallOperation) -> None:
+        board, plan = self._board, o.plan
+        words, chunks, within = board.words, self._staging.chunks, o.number % HEADERS * HEADER_WORDS
+        parts = []
+        for r, start_of_headers in enumerate(board.headers):
+            header = start_of_headers + within
+            if self._check and words[header] != plan.call.fingerprint:
+                raise self._diverged(o, r)
+            if r in plan.contributors:
+                if words[header + 2] and r != self._rank:
+                    view = plan.views[r][0]
+                    start = words[header + 3] + (view.data_ptr() - self._staging.address(r))
+                    parts.append(self._memory.view((words[header + 2] - 1, start), view.numel(), view.dtype))
+                else:
+                    parts.append(plan.views[r][words[header + 4] % chunks])
+        plan.finish(parts, o.target)
+        board.raise_flag(self._my_done, o.base + plan.chunks)
+        o.finished = True
+
+    # ---------------------------------------------------------------- their parts
+
+    def _announce(self, o: SteppedOperation, lent: Place) -> Steps:
+        """Write the header of an operation; its first contribution follows."""
+        if o.number > self._headers_free:
+            lowest = min(self._board.words[index] for index in self._done_by_peers)
+            if lowest < progress(o.number - HEADERS + 1):
+                yield self._done_by_peers, progress(o.number - HEADERS + 1)
+            self._headers_free = max(o.number, (lowest >> CHUNK_BITS) + HEADERS - 1)
+        self._board.write_header(o.number, o.call, o.site, lent, self._staging.written)
+
+    def _gather(
+        self,
+        o: SteppedOperation,
+        source: Tensor,
+        cut: int,
+        contributors: Sequence[int],
+        codec: Codec | None,
+        take: Take,
+        lent: Place,
+        first: int = 0,
+    ) -> Generator[Need, None, Geometry]:
+        rank = self._rank
+        g = self._geometry(o.call, cut, 1, source.element_size(), codec)
+        gives = rank in contributors
+
+        def stage(chunk: int, index: int) -> None:
+            piece = source[index * g.elements : (index + 1) * g.elements]
+            if piece.numel():
+                self._write(chunk, 0, piece, codec)
+
+        def part(r: int, start: int, stop: int, index: int) -> Tensor:
+            if r == rank and codec is None:
+                return source[start:stop]
+            return self._read(o, r, start, index, 0, stop - start, source.dtype, codec, first)
+
+        def receive(start: int, stop: int, index: int) -> None:
+            take(start, stop, [part(r, start, stop, index) for r in contributors])
+
+        staged = gives and lent[0] < 0
+        yield from self._stream(o, g, cut, stage if staged else None, receive, contributors, first)
+        return g
+
+    def _stream(
+        self,
+        o: SteppedOperation,
+        g: Geometry,
+        numel: int,
+        stage: Stage | None,
+        receive: Receive,
+        contributors: Sequence[int],
+        first: int = 0,
+        last: bool = True,
+    ) -> Steps:
+        """Stage chunks ahead of the readers, and receive everybody's in step.
+
+        `first` is the number of chunks that earlier movements of the operation used. Without `stage`, this rank
+        contributes nothing, or what it lends.
+        """
+        staging, base, count = self._staging, o.base + first, g.chunks
+        if count == 0:
+            o.staged_all = last
+            yield from self._meet(o, first)
+            return
+        staged = 0
+        if stage is None:
+            staged = count
+            o.staged_all = last
+            self._post(o, base + count)
+        for index in range(count):
+            while stage and staged < min(count, index + staging.chunks):
+                needed = staging.free_after()
+                if needed and staged > index:
+                    break  # read what has arrived before waiting for room
+                if needed:
+                    yield self._done_by_peers, needed
+                stage(staging.take(base + staged + 1), staged)
+                staged += 1
+                self._post(o, base + staged)
+                o.staged_all = last and staged == count
+            yield self._posted_by_peers, base + index + 1
+            if o.places is None:
+                places = self._verify(o)
+                if count > 1 and all(places[r][0] >= 0 for r in contributors):
+                    receive(0, numel, 0)
+                    break
+            receive(index * g.elements, min((index + 1) * g.elements, numel), index)
+            if index + 1 < count:
+                self._board.raise_flag(self._my_done, base + index + 1)
+        self._board.raise_flag(self._my_done, base + count)
+
+    def _meet(self, o: SteppedOperation, first: int = 0) -> Steps:
+        """Everybody is here, with the same call."""
+        self._post(o, o.base + first)
+        yield self._posted_by_peers, o.base + first
+        if o.places is None:
+            self._verify(o)
+        self._board.raise_flag(self._my_done, o.base + first)
+
+    def _post(self, o: SteppedOperation, reached: int) -> None:
+        self._board.raise_flag(self._my_posted, reached)
+        o.posted = True
+
+    def _verify(self, o: SteppedOperation) -> list[tuple[int, int, int]]:
+        """All ranks made the same call; note where each one's contribution lies."""
+        board = self._board
+        if self._check:
+            for r in range(self._world):
+                if board.fingerprint(r, o.number) != o.call.fingerprint:
+                    raise self._diverged(o, r)
+        o.places = [board.place(r, o.number) for r in range(self._world)]
+        return o.places
+
+    def _diverged(self, o: Operation, other: int) -> Diverged:
+        ranks = sorted((self._rank, other))
+        sides = [f"{self._names[r]} called {self._board.call_text(r, o.number)}" for r in ranks]
+        error = faults.diverged(o.number, sides, ranks)
+        self._board.leave_word(State.DIVERGED, str(error))
+        faults.emit_fault(error)
+        return error
+
+    def _write(self, chunk: int, offset: int, piece: Tensor, codec: Codec | None) -> None:
+        if codec is None:
+            self._staging.view(self._rank, chunk, offset, piece.numel(), piece.dtype).copy_(piece)
+        else:
+            wire = self._staging.view(self._rank, chunk, offset, codec.wire_bytes(piece.numel()), torch.uint8)
+            codec.encode(piece, wire)
+
+    def _read(
+        self,
+        o: SteppedOperation,
+        rank: int,
+        element: int,
+        index: int,
+        offset: int,
+        numel: int,
+        dtype: torch.dtype,
+        codec: Codec | None,
+        first: int = 0,
+    ) -> Tensor:
+        """A part of what `rank` contributed: from `element` of what it lends, or in the index-th chunk it staged."""
+        assert o.places is not None
+        segment, where, chunk = o.places[rank]
+        if segment >= 0 and first == 0:
+            return self._memory.view((segment, where + element * dtype.itemsize), numel, dtype)
+        if segment < 0:
+            chunk += first
+        if codec is None:
+            return self._staging.view(rank, chunk + index, offset, numel, dtype)
+        wire = self._staging.view(rank, chunk + index, offset, codec.wire_bytes(numel), torch.uint8)
+        return decoded(codec, wire, numel, dtype)
+
+    def _scatter_geometry(self, call: Call, cut: int, itemsize: int, codec: Codec | None) -> Geometry:
+        # Without a codec nobody reads its own piece, so it needs no room. A small contribution is staged whole all the
+        # same: one copy costs less than several.
+        whole = codec is None and self._staging.is_small(self._world * cut * itemsize)
+        return self._geometry(call, cut, self._world if codec or whole else self._world - 1, itemsize, codec)
+
+    def _geometry(self, call: Call, numel: int, pieces: int, itemsize: int, codec: Codec | None) -> Geometry:
+        key = (call, pieces, itemsize)
+        geometry = self._geometries.get(key)
+        if geometry is None:
+            if len(self._geometries) > 4096:
+                self._geometries.clear()
+            geometry = Geometry.fit(numel, pieces, self._staging.chunk_bytes, itemsize, codec)
+            self._geometries[key] = geometry
+        return geometry
+
+
+def _piece(owner: int, writer: int, codec: Codec | None) -> int:
+    """Where in a chunk of `writer` the piece for `owner` lies: without a codec, its own piece is left out."""
+    return owner if codec or owner < writer else owner - 1

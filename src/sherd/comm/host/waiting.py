@@ -1,0 +1,125 @@
+"""Waiting for other ranks: spin briefly, sleep, and never for nothing.
+
+Whoever waits looks every few milliseconds whether it still makes sense: a peer whose process has ended, a peer that
+said it left or failed, and a peer that is merely late each lead to an error or a warning that names it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from sherd.comm import faults
+from sherd.comm.host.board import Board, State
+from sherd.comm.host.peers import Peers
+from sherd.config import CommOptions
+from sherd.errors import CommError, Diverged, PeerLost, TimedOut
+
+# A look takes about 40 ns, so this is about 0.1 ms: longer than the skew of ranks that work in step, shorter than what
+# a sleeping core costs to wake.
+SPINS = 2500
+# How long to sleep before looking for faults again; a dead peer is noticed within it.
+LOOK_EVERY = 0.05
+
+
+class Waiter:
+    """Waits on the board for one rank. `names` are the members' names for messages."""
+
+    def __init__(self, board: Board, peers: Peers, names: Sequence[str], options: CommOptions, spin: bool) -> None:
+        self._board = board
+        self._peers = peers
+        self._names = names
+        self._options = options
+        self._spins = SPINS if spin else 0
+
+    def until(self, indices: Sequence[int], target: int, meanwhile: Callable[[], bool] | None = None) -> None:
+        """Return when every flag in `indices` has reached `target`.
+
+        `meanwhile` is called between looks; it returns whether it has anything to do that another rank may wait for.
+        """
+        words = self._board.words
+        for index in indices:
+            if words[index] >= target:
+                continue
+            for _ in range(self._spins):
+                if words[index] >= target:
+                    break
+            else:
+                self._sleep_until(indices, index, target, meanwhile)
+
+    def _sleep_until(
+        self, indices: Sequence[int], index: int, target: int, meanwhile: Callable[[], bool] | None
+    ) -> None:
+        words = self._board.words
+        start = time.monotonic()
+        warn_at = start + self._options.warn_seconds
+        while (seen := words[index]) < target:
+            busy = meanwhile() if meanwhile else False
+            self._board.sleep(index, seen, 0.001 if busy else LOOK_EVERY)
+            if words[index] >= target:
+                return
+            missing = [self._board.writer(i) for i in indices if words[i] < target]
+            fault = self._fault(missing)
+            if fault is not None and words[index] < target:
+                raise fault
+            now = time.monotonic()
+            if now - start > self._options.timeout:
+                raise self._timed_out(missing, now - start)
+            if now > warn_at:
+                self._warn(missing, now - start)
+                warn_at = start + 2 * (now - start)
+
+    def check(self) -> None:
+        """Raise if another rank has reported a fault."""
+        fault = self._fault([])
+        if fault is not None:
+            raise fault
+
+    # ---------------------------------------------------------------- what may have gone wrong
+
+    def _fault(self, missing: Sequence[int]) -> CommError | None:
+        """Why waiting for `missing` is in vain, or None."""
+        trouble = {r: said for r, said in self._board.trouble().items() if r != self._board.rank}
+        silent = [r for r in self._peers.dead() if r not in trouble]
+        if silent:
+            # They may have left word between the two looks.
+            trouble = {r: said for r, said in self._board.trouble().items() if r != self._board.rank}
+            silent = [r for r in silent if r not in trouble]
+        if silent:
+            ends = [self._deed_of(r, self._peers.how_it_ended(r)) for r in silent]
+            return self._report(State.LOST_PEER, faults.lost(ends, self._mine(), silent))
+        for rank, (state, text) in trouble.items():
+            if state == State.LEFT and (rank in missing or text):
+                end = self._deed_of(rank, f"left after {text}" if text else "left")
+                return self._report(State.LOST_PEER, faults.lost([end], self._mine(), (rank,)))
+            if state == State.DIVERGED:
+                return Diverged(text, (rank,))
+            if state == State.LOST_PEER:
+                return PeerLost(f"{self._names[rank]} reports: {text}", (rank,))
+            if state == State.TIMED_OUT:
+                return TimedOut(f"{self._names[rank]} reports: {text}", (rank,))
+        return None
+
+    def _timed_out(self, missing: Sequence[int], seconds: float) -> CommError:
+        late = [self._names[r] for r in missing]
+        deeds = [f"{name} {self._board.last_deed(r)}" for r, name in enumerate(self._names)]
+        return self._report(State.TIMED_OUT, faults.timed_out(late, seconds, deeds, missing))
+
+    def _warn(self, missing: Sequence[int], seconds: float) -> None:
+        late = {r: self._deed_of(r) for r in missing}
+        call = self._board.last_deed(self._board.rank)
+        faults.warn_late(self._names[self._board.rank], late, seconds, call, self._options.timeout)
+
+    def _report(self, state: State, error: CommError) -> CommError:
+        """Tell the others; the first report of a rank stands."""
+        self._board.leave_word(state, str(error))
+        faults.emit_fault(error)
+        return error
+
+    def _deed_of(self, rank: int, end: str = "") -> str:
+        name = f"{self._names[rank]} {end}" if end else self._names[rank]
+        return f"{name}; it {self._board.last_deed(rank)}"
+
+    def _mine(self) -> str:
+        me = self._board.rank
+        return f"{self._names[me]} {self._board.last_deed(me)}"

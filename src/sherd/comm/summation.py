@@ -1,0 +1,129 @@
+"""The order in which contributions are added, and the adding itself.
+
+Floating-point sums depend on their order, so the order is part of the layout: rank order inside *groups* of G
+consecutive ranks, then group order. Every transport adds by the same tree, hence every transport gives the same bits.
+
+Half-precision contributions are added in fp32 and rounded once at the end of a group: a group's partial sum is what
+travels between hosts, and it travels in the dtype of the contributions (its *wire* dtype).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from sherd.comm.codec import Codec
+from sherd.errors import ConfigError, nearest
+
+# Partial sums of more than two contributions are kept in blocks that stay in a core's own cache: 32 Ki fp32 elements
+# are 128 KiB. Whole-tensor passes re-read the running sum from memory once per rank.
+SUM_BLOCK = 32 * 1024
+
+# Up to this size every rank reads all contributions whole and adds them itself: one exchange instead of two. It is the
+# same for all transports because a codec would otherwise round once on one and twice on another.
+_ONE_PHASE_BYTES = 32 * 1024
+_CUT_MULTIPLE = 64
+
+REDUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
+
+
+@dataclass(frozen=True)
+class SummationTree:
+    """Rank order inside groups of `group` consecutive ranks, then group order."""
+
+    world: int
+    group: int
+
+    def __post_init__(self) -> None:
+        if self.world < 1:
+            raise ConfigError(f"a summation tree needs at least one rank, got world={self.world}")
+        if not 1 <= self.group <= self.world:
+            raise ConfigError(
+                f"the summation tree of {self.world} ranks cannot have groups of {self.group}; "
+                f"write group=1 to {self.world} (the default is the number of ranks per host)"
+            )
+
+    @cached_property
+    def groups(self) -> tuple[range, ...]:
+        """The ranks of each group, in the order in which they are added."""
+        return tuple(range(g, min(g + self.group, self.world)) for g in range(0, self.world, self.group))
+
+
+def one_phase(nbytes: int, codec: Codec | None) -> bool:
+    """Whether an all-reduce of `nbytes` is one exchange of whole contributions."""
+    return codec is None and nbytes <= _ONE_PHASE_BYTES
+
+
+def cut_for(numel: int, world: int, codec: Codec | None) -> int:
+    """Elements per slice of an all-reduce in two phases; the last slices may be shorter, or empty."""
+    multiple = math.lcm(_CUT_MULTIPLE, codec.block if codec else 1)
+    return -(-numel // (world * multiple)) * multiple
+
+
+def sum_dtype(wire: torch.dtype) -> torch.dtype:
+    """The dtype in which contributions of dtype `wire` are added inside a group."""
+    return torch.float32 if wire in (torch.bfloat16, torch.float16) else wire
+
+
+def check_reduction(name: str) -> None:
+    if name not in REDUCTIONS:
+        raise ConfigError(f"unknown reduction {name!r}; {nearest(name, REDUCTIONS)}")
+
+
+def combine(tree: SummationTree, parts: Sequence[Tensor], out: Tensor, reduction: str = "sum") -> None:
+    """Reduce `parts` (one flat tensor per rank, in rank order) into the flat tensor `out`, by the tree.
+
+    `out` may be one of the parts, and may have another dtype; it is rounded to that dtype once, at the end.
+    """
+    wire = parts[0].dtype
+    if len(parts) == 2 and out.dtype == wire == sum_dtype(wire):
+        # Groups of one or one group of two: the same single addition, straight into its place.
+        REDUCTIONS[reduction](parts[0], parts[1], out=out)
+        if reduction == "mean":
+            _divide(out, 2)
+        return
+    if len(parts) == 1:
+        out.copy_(parts[0])
+        return
+    numel = out.numel()
+    if numel <= SUM_BLOCK:
+        out.copy_(_combine_block(tree, parts, reduction))
+        return
+    for start in range(0, numel, SUM_BLOCK):
+        stop = min(start + SUM_BLOCK, numel)
+        out[start:stop].copy_(_combine_block(tree, [part[start:stop] for part in parts], reduction))
+
+
+def _combine_block(tree: SummationTree, parts: Sequence[Tensor], reduction: str) -> Tensor:
+    add = REDUCTIONS[reduction]
+    wire, accumulate = parts[0].dtype, sum_dtype(parts[0].dtype)
+    total: Tensor | None = None
+    for ranks in tree.groups:
+        partial = parts[ranks[0]].to(accumulate, copy=True)
+        for rank in ranks[1:]:
+            add(partial, parts[rank], out=partial)
+        if len(tree.groups) > 1 and wire != accumulate:
+            partial = partial.to(wire).to(accumulate)
+        total = partial if total is None else add(total, partial, out=total)
+    assert total is not None
+    if reduction == "mean":
+        _divide(total, tree.world)
+    return total
+
+
+def _divide(total: Tensor, world: int) -> None:
+    if total.is_floating_point() or total.is_complex():
+        total.div_(world)
+    else:
+        total.div_(world, rounding_mode="floor")

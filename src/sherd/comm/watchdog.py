@@ -1,0 +1,219 @@
+"""Waiting over torch.distributed without hanging and without silence.
+
+The backend's own waits end in an error that names nobody, or not at all. Here every rank says in the store what it last
+did (a thread publishes it once a second, so a rank that is busy elsewhere has still said it); who waits looks every
+tenth of a second whether a peer has died, left or failed, and knows whom to name when it gives up.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import Store
+
+from sherd.comm import faults
+from sherd.comm.host.peers import Peers
+from sherd.config import CommOptions
+from sherd.errors import CommError, Diverged, PeerLost, TimedOut
+
+LOOK_EVERY = 0.1
+PUBLISH_EVERY = 1.0
+_FAULTS: dict[str, type[CommError]] = {"diverged": Diverged, "lost": PeerLost, "late": TimedOut}
+
+
+class Watchdog:
+    """Watches the peers of one rank. `peers` are the processes it can see itself, those of its own host."""
+
+    def __init__(
+        self, store: Store, rank: int, names: Sequence[str], peers: Peers | None, options: CommOptions
+    ) -> None:
+        self._store: Store = store.clone()  # type: ignore[attr-defined]  # a connection of its own: the thread must not wait behind the user's calls
+        self._rank = rank
+        self._names = names
+        self._peers = peers
+        self._options = options
+        self._deed: dict[str, Any] = {"number": 0, "text": "", "since": time.time(), "inside": False, "left": False}
+        self._published: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._publish_forever, name="sherd-watchdog", daemon=True)
+        self._thread.start()
+
+    # ---------------------------------------------------------------- what this rank does
+
+    def enter(self, number: int, text: str) -> None:
+        self._deed = {"number": number, "text": text, "since": time.time(), "inside": True, "left": False}
+
+    def finish(self, number: int) -> None:
+        if self._deed["number"] == number:
+            self._deed = {**self._deed, "inside": False}
+
+    def report(self, kind: str, error: CommError) -> CommError:
+        """Tell the others why this rank gives up. The first report stands."""
+        text = json.dumps({"kind": kind, "rank": self._rank, "text": str(error)})
+        self._ask(lambda: self._store.compare_set("fault", "", text))
+        faults.emit_fault(error)
+        return error
+
+    def close(self) -> None:
+        if not self._stop.is_set():
+            self._stop.set()
+            self._deed = {**self._deed, "inside": False, "left": True}
+            self._publish()
+            if self._peers:
+                self._peers.close()
+
+    # ---------------------------------------------------------------- waiting
+
+    def wait(self, work: dist.Work) -> None:
+        """Complete a collective."""
+
+        def attempt(seconds: float) -> bool:
+            try:
+                work.wait(timedelta(seconds=seconds))
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                return False
+            return True
+
+        self._watch(attempt)
+
+    def wait_for_message(self, work: dist.Work) -> None:
+        """Complete a send or receive. The backend cannot wait for one twice, so a thread waits and this one watches."""
+        failure: list[RuntimeError] = []
+
+        def finish() -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                failure.append(error)
+
+        thread = threading.Thread(target=finish, name="sherd-message", daemon=True)
+        thread.start()
+
+        def attempt(seconds: float) -> bool:
+            thread.join(seconds)
+            if failure:
+                raise failure[0]
+            return not thread.is_alive()
+
+        self._watch(attempt)
+
+    def _watch(self, attempt: Callable[[float], bool]) -> None:
+        start = time.monotonic()
+        warn_at = start + self._options.warn_seconds
+        while True:
+            try:
+                if attempt(LOOK_EVERY):
+                    return
+            except RuntimeError as error:
+                raise self._why_it_broke(error) from error
+            fault = self._fault()
+            if fault is not None and not attempt(0.001):
+                raise fault
+            waited = time.monotonic() - start
+            if waited > self._options.timeout:
+                raise self._timed_out(waited)
+            if time.monotonic() > warn_at:
+                self._warn(waited)
+                warn_at = start + 2 * waited
+
+    # ---------------------------------------------------------------- what may have gone wrong
+
+    def _fault(self) -> CommError | None:
+        """Why waiting is in vain, or None."""
+        reported = self._ask(lambda: self._store.check(["fault"]) and json.loads(self._store.get("fault")))
+        if reported and reported["rank"] != self._rank:
+            text = reported["text"]
+            if reported["kind"] != "diverged":
+                text = f"{self._names[reported['rank']]} reports: {text}"
+            return _FAULTS[reported["kind"]](text)
+        dead = self._peers.dead() if self._peers else []
+        return self._lost(dead) if dead else None
+
+    def _why_it_broke(self, error: RuntimeError) -> CommError:
+        """The backend has lost a connection: find out to whom. Its error comes before the process is gone."""
+        for _ in range(20):
+            fault = self._fault()
+            if fault is not None:
+                return fault
+            time.sleep(0.05)
+        left = [r for r, deed in self._deeds().items() if deed["left"]]
+        if left:
+            return self._lost(left)
+        text = str(error).splitlines()[0]
+        return self.report(
+            "lost", faults.lost([f"the connection to a peer was lost: {text}"], "; ".join(self._everyone()), ())
+        )
+
+    def _lost(self, ranks: Sequence[int]) -> CommError:
+        deeds = self._deeds()
+        ends = []
+        for r in ranks:
+            left = deeds.get(r, {}).get("left")
+            end = "left" if left or not self._peers else self._peers.how_it_ended(r)
+            ends.append(f"{self._names[r]} {end}; it {_words(deeds.get(r))}")
+        return self.report("lost", faults.lost(ends, f"{self._names[self._rank]} {_words(self._deed)}", ranks))
+
+    def _missing(self) -> list[int]:
+        """The ranks that have not come as far as this one."""
+        deeds = self._deeds()
+        number = self._deed["number"]
+        return [
+            r for r in range(len(self._names)) if r != self._rank and deeds.get(r, {"number": 0})["number"] < number
+        ]
+
+    def _timed_out(self, seconds: float) -> CommError:
+        missing = self._missing()
+        late = [self._names[r] for r in missing]
+        return self.report("late", faults.timed_out(late, seconds, self._everyone(), missing))
+
+    def _warn(self, seconds: float) -> None:
+        deeds = self._deeds()
+        late = {r: f"{self._names[r]}; it {_words(deeds.get(r))}" for r in self._missing()}
+        faults.warn_late(self._names[self._rank], late, seconds, self._deed["text"], self._options.timeout)
+
+    def _everyone(self) -> list[str]:
+        deeds = {**self._deeds(), self._rank: self._deed}
+        return [f"{name} {_words(deeds.get(r))}" for r, name in enumerate(self._names)]
+
+    # ---------------------------------------------------------------- the store
+
+    def _deeds(self) -> dict[int, dict[str, Any]]:
+        def read() -> dict[int, dict[str, Any]]:
+            known = [r for r in range(len(self._names)) if self._store.check([f"deed/{r}"])]
+            return {r: json.loads(self._store.get(f"deed/{r}")) for r in known}
+
+        return self._ask(read) or {}
+
+    def _publish_forever(self) -> None:
+        while not self._stop.wait(PUBLISH_EVERY):
+            self._publish()
+
+    def _publish(self) -> None:
+        deed = self._deed
+        if deed is not self._published:
+            self._ask(lambda: self._store.set(f"deed/{self._rank}", json.dumps(deed)))
+            self._published = deed
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """An answer of the store, or None when it is gone: then there is nobody left to tell."""
+        with self._lock:
+            try:
+                return question()
+            except RuntimeError:
+                return None
+
+
+def _words(deed: dict[str, Any] | None) -> str:
+    if not deed or not deed["number"]:
+        return "has made no call yet"
+    verb = "is in" if deed["inside"] else "last finished"
+    return f"{verb} {deed['text']} (call {deed['number']}, made {time.time() - deed['since']:.1f} s ago)"

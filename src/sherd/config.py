@@ -1,0 +1,243 @@
+"""Frozen, validated options: the base of every option class, and the communicator's options.
+
+An option class is a frozen, keyword-only dataclass under `Options`. Building one checks the names, then the types (read
+from the annotations), then whatever its `validate()` says about ranges, so that an object that exists is right:
+
+    @dataclass(frozen=True, kw_only=True)
+    class ExampleOptions(Options):
+        depth: int = 2
+
+        def validate(self) -> None:
+            positive(self, "depth")
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from sherd.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+TRANSPORTS = ("auto", "host", "c10d")
+ORDERS = ("tree", "transport")
+CHUNK_ALIGNMENT = 4096
+
+
+class Options:
+    """The base of frozen option classes: unknown names, wrong types and bad values are a `ConfigError` when built."""
+
+    def __new__(cls, *args: object, **options: object) -> Self:
+        # Checked here because the dataclass's own __init__ would answer a misspelt name with a bare TypeError.
+        if args:
+            raise ConfigError(f"{cls.__name__} takes its options by name; found the positional value {args[0]!r}")
+        _refuse_unknown(cls, options)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name, hint in _hints(type(self)).items():
+            _check_type(self, name, hint)
+        self.validate()
+
+    def validate(self) -> None:
+        """Check ranges and combinations; the types are right already. Subclasses override it."""
+
+    def replace(self, **changes: Any) -> Self:
+        """The same options with some changed, validated again."""
+        return type(self)(**{**self.to_dict(), **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Option names and values, in the order of their declaration: what `from_dict` takes."""
+        return {name: getattr(self, name) for name in _names(type(self))}
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> Self:
+        """Build from names and values; an absent name keeps its default."""
+        _refuse_unknown(cls, options)
+        return cls(**options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommOptions(Options):
+    """How ranks talk to each other."""
+
+    transport: str = "auto"
+    """Who carries the bytes: "host" (memory shared by the ranks of one host), "c10d" (torch.distributed), or "auto":
+    the fastest that works for these ranks."""
+
+    group: int | None = None
+    """G of the summation tree: sums are taken in rank order inside groups of G consecutive ranks, then in group order.
+    None: the ranks per host."""
+
+    timeout: float = 1800.0
+    """Seconds until a rank that does not come is an error."""
+
+    warn_after: float | None = None
+    """Seconds until a rank that does not come gets a warning with its name; shorter than `timeout`. None: 30 s, or a
+    third of `timeout` where that is shorter."""
+
+    check: bool = True
+    """Compare a fingerprint of every call between the ranks, so that different calls are an error and not garbage."""
+
+    host: str | None = None
+    """A label that overrides which ranks share a host: ranks with the same label do. None: found out."""
+
+    order: str = "tree"
+    """"tree" sums in the order of the summation tree; "transport" gives it up for the backend's own order."""
+
+    chunk_bytes: int = 1 << 20
+    """Bytes of one staging chunk of the host transport: a multiple of 4096."""
+
+    chunks: int = 8
+    """Staging chunks per rank of the host transport."""
+
+    def validate(self) -> None:
+        one_of(self, "transport", TRANSPORTS)
+        one_of(self, "order", ORDERS)
+        at_least(self, "group", 1)
+        positive(self, "timeout")
+        positive(self, "warn_after")
+        if self.warn_after is not None and self.warn_after >= self.timeout:
+            expected = f"less than timeout={self.timeout!r}, or no warning would ever come"
+            refuse(self, "warn_after", expected, f"warn_after={self.timeout / 10:g}")
+        if self.host is not None and not self.host.strip():
+            refuse(self, "host", "a label that is not empty, or None", 'host="a"')
+        multiple_of(self, "chunk_bytes", CHUNK_ALIGNMENT)
+        at_least(self, "chunks", 1)
+
+    @property
+    def warn_seconds(self) -> float:
+        """`warn_after`, or its default."""
+        return min(30.0, self.timeout / 3) if self.warn_after is None else self.warn_after
+
+    @classmethod
+    def from_env(cls, **overrides: Any) -> Self:
+        """Options from SHERD_TRANSPORT, SHERD_TIMEOUT, SHERD_WARN_AFTER, SHERD_HOST and SHERD_CHECK.
+
+        What is passed here wins over the environment; an empty variable counts as not set.
+        """
+        _refuse_unknown(cls, overrides)
+        found: dict[str, str] = {}
+        options = dict(overrides)
+        for name, parse in _FROM_ENV.items():
+            variable = f"SHERD_{name.upper()}"
+            text = os.environ.get(variable, "")
+            if text and name not in overrides:
+                options[name] = parse(variable, text)
+                found[variable] = text
+        try:
+            return cls(**options)
+        except ConfigError as error:
+            if not found:
+                raise
+            read = ", ".join(f"{variable}={text!r}" for variable, text in found.items())
+            raise ConfigError(f"{error} (from the environment: {read})") from None
+
+
+# Validators: each takes the options and the name of one of them, so that a message can show both.
+
+
+def refuse(options: Options, name: str, expected: str, write: str | None = None) -> NoReturn:
+    """Raise the `ConfigError` of an option: what was found, what was expected, what to write instead."""
+    advice = f"; write {write}" if write else ""
+    raise ConfigError(f"{type(options).__name__}: {name}={getattr(options, name)!r} must be {expected}{advice}")
+
+
+def positive(options: Options, name: str) -> None:
+    """The option is a finite number above zero, or None."""
+    value = getattr(options, name)
+    if value is not None and not (math.isfinite(value) and value > 0):
+        refuse(options, name, "a finite number above 0")
+
+
+def at_least(options: Options, name: str, least: float) -> None:
+    """The option is a finite number that is not below `least`, or None."""
+    value = getattr(options, name)
+    if value is not None and not (math.isfinite(value) and value >= least):
+        refuse(options, name, f"at least {least}")
+
+
+def multiple_of(options: Options, name: str, unit: int) -> None:
+    """The option is a positive multiple of `unit`."""
+    value = getattr(options, name)
+    if value <= 0 or value % unit:
+        up = max(unit, -(-value // unit) * unit)
+        refuse(options, name, f"a positive multiple of {unit}", f"{name}={up}")
+
+
+def one_of(options: Options, name: str, valid: Collection[str]) -> None:
+    """The option is one of the valid names."""
+    value = getattr(options, name)
+    if value not in valid:
+        raise ConfigError(f"{type(options).__name__}: unknown {name}={value!r}; {nearest(value, valid)}")
+
+
+# How an environment variable's text becomes a value.
+
+
+def _text(variable: str, text: str) -> str:
+    return text
+
+
+def _seconds(variable: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{variable}={text!r} must be a number of seconds, such as {variable}=60") from None
+
+
+def _flag(variable: str, text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ConfigError(f"{variable}={text!r} must be 0 or 1; write {variable}=1 to turn it on")
+    return text == "1"
+
+
+_FROM_ENV: dict[str, Callable[[str, str], object]] = {
+    "transport": _text,
+    "timeout": _seconds,
+    "warn_after": _seconds,
+    "host": _text,
+    "check": _flag,
+}
+
+
+# Names and types, from the dataclass itself.
+
+
+def _names(cls: type[Options]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(typing.cast(Any, cls)) if field.init)
+
+
+def _hints(cls: type[Options]) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {name: hints[name] for name in _names(cls)}
+
+
+def _refuse_unknown(cls: type[Options], names: Iterable[object]) -> None:
+    for name in names:
+        if name not in _names(cls):
+            raise ConfigError(f"{cls.__name__} has no option {name!r}; {nearest(name, _names(cls))}")
+
+
+def _check_type(options: Options, name: str, hint: Any) -> None:
+    """Refuse a value that its annotation does not admit; an int where a float belongs becomes one."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = tuple(typing.get_origin(kind) or kind for kind in (typing.get_args(hint) if union else (hint,)))
+    if Any in kinds or not all(isinstance(kind, type) for kind in kinds):
+        return  # Any, Literal and their like: left to validate()
+    value = getattr(options, name)
+    if type(value) is int and float in kinds and int not in kinds:
+        object.__setattr__(options, name, float(value))
+        return
+    # bool is a subclass of int, but True is no count: it is a mistake in the order of two options.
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        wanted = " or ".join("None" if kind is types.NoneType else kind.__name__ for kind in kinds)
+        refuse(options, name, f"of type {wanted}, not {type(value).__name__}")

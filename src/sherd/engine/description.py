@@ -1,0 +1,147 @@
+"""The layout as plain data, and back: what checkpoints record.
+
+    {"version": 1, "block": 256, "world": 4, "group": 2,
+     "entries": [{"name": "net.weight", "shape": [7, 15], "dtype": "float32", "placement": "flat"}, ...],
+     "buckets": [{"entries": [0, 1], "slice_numel": 256}, {"entries": [2], "slice_numel": 512, "holders": [3]}, ...]}
+
+What was chosen (the buckets, the holders of whole layers) is written out and never chosen again when read. The size of
+a slice follows from the rest; it is there so that a damaged description is found out. `holders` belongs to buckets of
+whole layers alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sherd.comm.summation import SummationTree
+from sherd.engine.entry import Entry
+from sherd.engine.packing import Packed
+from sherd.engine.placement import BLOCK, Placement
+from sherd.errors import ConfigError, nearest
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a description says; `packed` and `slices` have one item per bucket."""
+
+    entries: tuple[Entry, ...]
+    tree: SummationTree
+    packed: Sequence[Packed]
+    slices: Sequence[int]
+
+
+def describe(layout: Description) -> dict[str, Any]:
+    """Plain data for `layout`."""
+    entries = [
+        {"name": entry.name, "shape": list(entry.shape), "dtype": entry.dtype, "placement": entry.placement.value}
+        for entry in layout.entries
+    ]
+    buckets: list[dict[str, Any]] = []
+    for packed, slice_numel in zip(layout.packed, layout.slices, strict=True):
+        buckets.append({"entries": list(packed.members), "slice_numel": slice_numel})
+        if packed.holders is not None:
+            buckets[-1]["holders"] = list(packed.holders)
+    tree = layout.tree
+    return {
+        "version": VERSION,
+        "block": BLOCK,
+        "world": tree.world,
+        "group": tree.group,
+        "entries": entries,
+        "buckets": buckets,
+    }
+
+
+def read(data: Mapping[str, Any]) -> Description:
+    """What `data` describes, or a `ConfigError` that says what is wrong with it."""
+    # The version first: another version may well have other fields, and its number says more than their names.
+    if not isinstance(data, Mapping) or "version" not in data:
+        raise ConfigError(f"a layout is described by a dict with a 'version', found {_short(data)}")
+    if data["version"] != VERSION:
+        raise ConfigError(
+            f"the layout is described in version {data['version']!r}, this sherd reads version {VERSION}; "
+            f"read it with the sherd that wrote it"
+        )
+    _fields("the layout", data, ("version", "block", "world", "group", "entries", "buckets"))
+    if data["block"] != BLOCK:
+        raise ConfigError(f"the layout is described in blocks of {data['block']!r} elements, expected {BLOCK}")
+    tree = SummationTree(world=_count("world", data["world"]), group=_count("group", data["group"]))
+    entries = tuple(_entry(index, item) for index, item in enumerate(_list("entries", data["entries"])))
+    packed, slices = [], []
+    for index, item in enumerate(_list("buckets", data["buckets"])):
+        packed.append(_bucket(index, item, entries, tree.world))
+        slices.append(_count(f"bucket {index}: slice_numel", item["slice_numel"]))
+    found = sorted(member for each in packed for member in each.members)
+    if found != list(range(len(entries))):
+        times = Counter(found)
+        wrong = [index for index in range(len(entries)) if times[index] != 1]
+        raise ConfigError(f"every entry must be in one bucket; entries {_short(wrong)} are in none or in several")
+    return Description(entries, tree, packed, slices)
+
+
+def _entry(index: int, item: Any) -> Entry:
+    where = f"entry {index}"
+    _fields(where, item, ("name", "shape", "dtype", "placement"))
+    for key in ("name", "dtype"):
+        if not isinstance(item[key], str):
+            raise ConfigError(f"{where}: {key} must be a string, found {_short(item[key])}")
+    shape = tuple(_count(f"{where}: shape", size) for size in _list(f"{where}: shape", item["shape"]))
+    return Entry(item["name"], shape, item["dtype"], Placement.parse(item["placement"]))
+
+
+def _bucket(index: int, item: Any, entries: Sequence[Entry], world: int) -> Packed:
+    where = f"bucket {index}"
+    _fields(where, item, ("entries", "slice_numel"), optional="holders")
+    members = _indices(f"{where}: entries", item["entries"], len(entries))
+    kinds = {(entries[m].dtype, entries[m].placement.value) for m in members}
+    if len(kinds) != 1:
+        raise ConfigError(f"{where}: entries must share one dtype and one placement, found {sorted(kinds) or 'none'}")
+    whole = entries[members[0]].placement is Placement.LAYER
+    if whole != ("holders" in item):
+        raise ConfigError(f"{where}: 'holders' belongs to buckets of whole layers, and to each of them")
+    if not whole:
+        return Packed(members, None)
+    holders = _indices(f"{where}: holders", item["holders"], world)
+    if len(holders) != len(members):
+        raise ConfigError(f"{where}: found {len(holders)} holders, expected one for each of {len(members)} entries")
+    return Packed(members, holders)
+
+
+def _fields(where: str, item: Any, required: Sequence[str], optional: str | None = None) -> None:
+    if not isinstance(item, Mapping):
+        raise ConfigError(f"{where} must be a dict with {', '.join(required)}; found {_short(item)}")
+    allowed = [*required, optional] if optional else required
+    for key in item:
+        if key not in allowed:
+            raise ConfigError(f"{where} has an unknown field {key!r}; {nearest(key, allowed)}")
+    if missing := [key for key in required if key not in item]:
+        raise ConfigError(f"{where} lacks {', '.join(map(repr, missing))}; found {', '.join(map(repr, item))}")
+
+
+def _list(where: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ConfigError(f"{where} must be a list, found {_short(value)}")
+    return value
+
+
+def _count(where: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(f"{where} must be a whole number, not negative; found {_short(value)}")
+    return value
+
+
+def _indices(where: str, value: Any, count: int) -> tuple[int, ...]:
+    indices = tuple(_count(where, item) for item in _list(where, value))
+    if beyond := [index for index in indices if index >= count]:
+        raise ConfigError(f"{where} must be less than {count}, found {_short(beyond)}")
+    return indices
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,224 @@
+"""The shard layout: where every element of every parameter lies, for any number of owners. Pure arithmetic.
+
+The nouns, used in this sense everywhere:
+
+    entry       one parameter, by name, global shape, dtype and placement
+    placement   how an entry is divided among its owners: flat, row, column or layer (`placement`)
+    owner       who keeps, reduces and updates a part of the state: one of `world`, by number
+    block       `BLOCK` elements. Every entry starts on a block boundary and slices are cut between blocks only, so that
+                a norm can be a sum over the same blocks, added in block order, whatever the number of owners. (Rows and
+                columns divide elsewhere: their blocks start anew in each owner's region and change with the world.)
+    bucket      entries of one dtype and one placement that are communicated together
+    slice       what one owner holds of a bucket; the slices of a bucket are equal in size
+    region      which elements of an entry an owner holds
+    segment     the part of one entry inside one slice: a region, and where it lies
+    padded      rounded up to whole blocks, or to equal slices; `numel` alone never counts padding in an entry, a region
+                or a segment, and always does in a bucket or a slice, which are memory
+    position    the place of an entry among its bucket's members; everything else counts entries as the layout does
+    tree        the order in which the owners' contributions are added, a part of the layout since it decides bits
+
+`packing` chooses the buckets, `slicing` cuts one, `description` writes it all down, `reslice` goes from one layout to
+another.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from sherd.comm.summation import SummationTree
+from sherd.engine.description import Description, describe, read
+from sherd.engine.entry import ITEMSIZE, Entry
+from sherd.engine.packing import Holders, Packed, pack
+from sherd.engine.placement import BLOCK, Placement
+from sherd.engine.slicing import Bucket, FlatBucket, LayerBucket, Place, Segment, SplitBucket
+from sherd.errors import ConfigError, nearest
+
+BUCKET_NUMEL = 4 * 1024 * 1024
+
+
+class Block(NamedTuple):
+    """One block of an entry, and where it lies in its owner's slice. `block` counts within the entry."""
+
+    entry: int
+    block: int
+    bucket: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Entries, packed into buckets and cut for `world` owners. Make one with `build` or `from_json`."""
+
+    entries: tuple[Entry, ...]
+    world: int
+    group: int
+    buckets: tuple[Bucket, ...]
+
+    @classmethod
+    def build(
+        cls, entries: Iterable[Entry], world: int, *, bucket_numel: int = BUCKET_NUMEL, group: int | None = None
+    ) -> ShardLayout:
+        """Pack `entries`, in this order, into buckets of at most `bucket_numel` elements; sum in groups of `group`.
+
+        Without `group` all owners are one group: plain rank order.
+        """
+        entries = tuple(entries)
+        tree = SummationTree(world=world, group=world if group is None else group)
+        if bucket_numel < 1:
+            raise ConfigError(f"bucket_numel={bucket_numel} holds nothing; write a positive number of elements")
+        holders = Holders(world)
+        packed = []
+        for members in pack(entries, world, bucket_numel):
+            whole = entries[members[0]].placement is Placement.LAYER
+            packed.append(Packed(members, holders.choose([entries[m] for m in members]) if whole else None))
+        return cls._cut(entries, tree, packed)
+
+    @classmethod
+    def _cut(cls, entries: tuple[Entry, ...], tree: SummationTree, packed: Sequence[Packed]) -> ShardLayout:
+        if twice := sorted(name for name, times in Counter(entry.name for entry in entries).items() if times > 1):
+            raise ConfigError(f"a layout needs one entry per name, found more than one of {twice}; pass each once")
+        buckets = tuple(_cut_bucket(index, entries, tree.world, chosen) for index, chosen in enumerate(packed))
+        return cls(entries, tree.world, tree.group, buckets)
+
+    @property
+    def tree(self) -> SummationTree:
+        """The order in which contributions are added."""
+        return SummationTree(world=self.world, group=self.group)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all entries, without padding."""
+        return sum(entry.numel for entry in self.entries)
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of all buckets, padding included: the P of the formulas for bytes and memory."""
+        return sum(bucket.numel for bucket in self.buckets)
+
+    def owner_bytes(self) -> dict[str, int]:
+        """Bytes of one owner's slices, by dtype, padding included; the same for every owner."""
+        total: dict[str, int] = {}
+        for bucket in self.buckets:
+            total[bucket.dtype] = total.get(bucket.dtype, 0) + bucket.slice_numel * ITEMSIZE[bucket.dtype]
+        return total
+
+    def index(self, name: str) -> int:
+        """The index of the entry of that name."""
+        if name not in self._names:
+            raise ConfigError(f"the layout has no parameter {name!r}; {nearest(name, self._names)}")
+        return self._names[name]
+
+    def bucket_of(self, entry: int) -> Bucket:
+        """The bucket that an entry is in."""
+        return self._home(entry)[0]
+
+    def bucket_offset(self, entry: int) -> int:
+        """Where an entry begins in its bucket, all slices laid end to end; rows and columns have no such one place."""
+        bucket, position = self._home(entry)
+        if isinstance(bucket, FlatBucket):
+            return bucket.begins[position]
+        if isinstance(bucket, LayerBucket):
+            return bucket.holders[position] * bucket.slice_numel + bucket.begins[position]
+        raise ConfigError(
+            f"parameter {self.entries[entry].name!r} has placement {bucket.placement.value!r} and so no one offset in "
+            f"its bucket; use segments_of({entry}), which says where each owner's part lies"
+        )
+
+    def segments(self, owner: int, bucket: int | None = None) -> tuple[Segment, ...]:
+        """What `owner` holds, in bucket and slice order; of one bucket if asked."""
+        _within("owner", owner, self.world)
+        chosen = self.buckets if bucket is None else (self.buckets[_within("bucket", bucket, len(self.buckets))],)
+        return tuple(segment for each in chosen for segment in each.segments(owner))
+
+    def segments_of(self, entry: int) -> tuple[Segment, ...]:
+        """The segments of one entry, in owner order."""
+        bucket, position = self._home(entry)
+        return tuple(bucket.segments_of(position))
+
+    def locate(self, entry: int, element: int) -> Place:
+        """Where an element of the flattened entry lies."""
+        bucket, position = self._home(entry)
+        return bucket.place(position, _within("element", element, self.entries[entry].numel))
+
+    def places(self, entry: int, start: int, stop: int) -> Iterator[Place]:
+        """Where the elements `[start, stop)` of the flattened entry lie: runs, in element order."""
+        bucket, position = self._home(entry)
+        numel = self.entries[entry].numel
+        if not 0 <= start <= stop <= numel:
+            raise ConfigError(f"there are no elements {start} to {stop}: {self.entries[entry].name!r} has {numel}")
+        while start < stop:
+            index, owner, offset, length = bucket.place(position, start)
+            length = min(length, stop - start)
+            yield Place(index, owner, offset, length)
+            start += length
+
+    def blocks(self, owner: int, bucket: int | None = None) -> Iterator[Block]:
+        """The blocks that `owner` holds, in bucket and slice order; of one bucket if asked."""
+        for segment in self.segments(owner, bucket):
+            for block in range(segment.blocks):
+                offset = segment.offset + block * BLOCK
+                yield Block(segment.entry, segment.first_block + block, segment.bucket, offset)
+
+    def first_block(self, entry: int) -> int:
+        """The number of the entry's first block among all `total_blocks`, entry by entry: the order of a norm's sum."""
+        return self._first_blocks[_within("entry", entry, len(self.entries))]
+
+    @property
+    def total_blocks(self) -> int:
+        """How many blocks all entries have."""
+        return self._first_blocks[-1]
+
+    def to_json(self) -> dict[str, Any]:
+        """A description of plain dicts, lists, strings and numbers, enough to make the layout again."""
+        packed = [Packed(bucket.members, getattr(bucket, "holders", None)) for bucket in self.buckets]
+        slices = [bucket.slice_numel for bucket in self.buckets]
+        return describe(Description(self.entries, self.tree, packed, slices))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ShardLayout:
+        """The layout that `to_json` described, checked field by field."""
+        found = read(data)
+        layout = cls._cut(found.entries, found.tree, found.packed)
+        for bucket, slice_numel in zip(layout.buckets, found.slices, strict=True):
+            if bucket.slice_numel != slice_numel:
+                raise ConfigError(
+                    f"bucket {bucket.index} of the layout is described with slices of {slice_numel} elements, its "
+                    f"entries give {bucket.slice_numel}; the description was changed or damaged"
+                )
+        return layout
+
+    @cached_property
+    def _names(self) -> dict[str, int]:
+        return {entry.name: index for index, entry in enumerate(self.entries)}
+
+    @cached_property
+    def _homes(self) -> dict[int, tuple[Bucket, int]]:
+        return {m: (bucket, position) for bucket in self.buckets for position, m in enumerate(bucket.members)}
+
+    def _home(self, entry: int) -> tuple[Bucket, int]:
+        return self._homes[_within("entry", entry, len(self.entries))]
+
+    @cached_property
+    def _first_blocks(self) -> tuple[int, ...]:
+        homes = (self._home(entry) for entry in range(len(self.entries)))
+        return tuple(accumulate((bucket.blocks(position) for bucket, position in homes), initial=0))
+
+
+def _cut_bucket(index: int, entries: Sequence[Entry], world: int, packed: Packed) -> Bucket:
+    members = tuple(entries[m] for m in packed.members)
+    if packed.holders is not None:
+        return LayerBucket(index, packed.members, members, world, packed.holders)
+    kind = FlatBucket if members[0].placement is Placement.FLAT else SplitBucket
+    return kind(index, packed.members, members, world)
+
+
+def _within(what: str, number: int, count: int) -> int:
+    # Python would take -1 for the last one and answer wrongly in silence.
+    if not 0 <= number < count:
+        raise ConfigError(f"there is no {what} {number}: the layout counts {count}, from 0")
+    return number

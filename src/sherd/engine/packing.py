@@ -1,0 +1,85 @@
+"""Which parameters share a bucket, and who holds which whole layer: the choices that the arithmetic then follows.
+
+They are recorded in a layout's description, so a later version may choose otherwise and still read an old checkpoint.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sherd.engine.entry import Entry
+from sherd.engine.placement import Placement, padded
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The choice of one bucket: indices of its entries, and their holders if they are whole layers."""
+
+    members: tuple[int, ...]
+    holders: tuple[int, ...] | None
+
+
+@dataclass
+class _Open:
+    """A bucket that still takes entries."""
+
+    members: list[int] = field(default_factory=list)
+    filled: int = 0
+    largest: int = 0
+
+    def add(self, index: int, size: int) -> None:
+        self.members.append(index)
+        self.filled += size
+        self.largest = max(self.largest, size)
+
+
+def pack(entries: Sequence[Entry], world: int, bucket_numel: int) -> list[tuple[int, ...]]:
+    """Indices of the entries of each bucket, in the given order, at most `bucket_numel` elements to a bucket.
+
+    One bucket of each dtype and placement is open at a time; it closes before the entry that would overfill it, and an
+    entry larger than `bucket_numel` has a bucket of its own. Buckets are ordered by their last entry: the order in
+    which they are complete when parameters arrive in the given order.
+
+    A bucket of whole layers may hold more: `world` times its largest. Its slices are at least as long as its largest
+    layer, so a bucket of fewer layers than owners would be mostly padding.
+    """
+    buckets: list[_Open] = []
+    opened: dict[tuple[str, Placement], _Open] = {}
+    for index, entry in enumerate(entries):
+        kind, size = (entry.dtype, entry.placement), padded(entry.numel)
+        bucket = opened.get(kind)
+        if bucket is not None:
+            limit = bucket_numel
+            if entry.placement is Placement.LAYER:
+                limit = max(limit, world * max(bucket.largest, size))
+        if bucket is None or bucket.filled + size > limit:
+            bucket = opened[kind] = _Open()
+            buckets.append(bucket)
+        bucket.add(index, size)
+    return sorted((tuple(bucket.members) for bucket in buckets), key=lambda members: members[-1])
+
+
+class Holders:
+    """Chooses the owners of whole layers, bucket by bucket: the largest layer first, to whoever has least.
+
+    Slices of one bucket are equal in size, so the balance that counts is inside the bucket; what an owner holds of the
+    buckets before only settles ties.
+    """
+
+    def __init__(self, world: int) -> None:
+        self._held = [0] * world
+
+    def choose(self, entries: Sequence[Entry]) -> tuple[int, ...]:
+        """The owner of each of these entries, which are the members of the next bucket."""
+        sizes = [padded(entry.numel) for entry in entries]
+        loads = [(0, held, owner) for owner, held in enumerate(self._held)]
+        heapq.heapify(loads)
+        holders = [0] * len(sizes)
+        for position in sorted(range(len(sizes)), key=lambda position: (-sizes[position], position)):
+            load, held, owner = loads[0]
+            heapq.heapreplace(loads, (load + sizes[position], held, owner))
+            holders[position] = owner
+            self._held[owner] += sizes[position]
+        return tuple(holders)

@@ -1,0 +1,245 @@
+"""How one bucket is cut into slices, and where each of its parameters comes to lie.
+
+All entries of a bucket share dtype and placement, and each placement has its way of cutting:
+
+    FlatBucket    entries one behind the other, each from a block boundary; then cut into slices between blocks. Where
+                  an entry begins does not depend on the world: only the padding at the tail does.
+    SplitBucket   owner by owner: the slice of an owner holds its rows (or columns) of every entry, each from a block
+                  boundary
+    LayerBucket   owner by owner: the slice of an owner holds whole entries, each from a block boundary
+
+Slices of a bucket are equal in size: the largest decides and the others are padded. Members are named here by their
+*position* in the bucket. Everything is computed when asked for, owner by owner, since a layout of 1,024 owners has a
+thousand times more segments than any one rank needs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+from sherd.engine.entry import Entry
+from sherd.engine.placement import BLOCK, Placement, Region, Split, flat_region, padded, share, sharer, slice_size
+
+
+class Segment(NamedTuple):
+    """The part of one parameter inside one slice. Never empty."""
+
+    entry: int
+    """index of the parameter among the layout's entries"""
+    bucket: int
+    owner: int
+    offset: int
+    """where it begins in the slice: a block boundary; its elements follow one another there"""
+    region: Region
+    """which elements of the parameter, in the order in which they lie in the slice"""
+    first_block: int
+    """which block of the parameter its first is; the others follow"""
+
+    @property
+    def numel(self) -> int:
+        """Elements without padding."""
+        return self.region.numel
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks it fills; the last one may end in padding."""
+        return -(-self.region.numel // BLOCK)
+
+
+class Place(NamedTuple):
+    """Where one element lies, and how many elements behind it surely lie behind it there too (itself included)."""
+
+    bucket: int
+    owner: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Bucket(ABC):
+    """Parameters that are communicated together: `members` are indices among the layout's entries."""
+
+    index: int
+    members: tuple[int, ...]
+    entries: tuple[Entry, ...]
+    world: int
+
+    @property
+    def dtype(self) -> str:
+        return self.entries[0].dtype
+
+    @property
+    def placement(self) -> Placement:
+        return self.entries[0].placement
+
+    @property
+    def numel(self) -> int:
+        """Elements of all slices, padding included."""
+        return self.slice_numel * self.world
+
+    @property
+    @abstractmethod
+    def slice_numel(self) -> int:
+        """Elements of each slice, padding included: whole blocks."""
+
+    @abstractmethod
+    def place(self, position: int, element: int) -> Place:
+        """Where an element of the flattened member lies."""
+
+    def blocks(self, position: int) -> int:
+        """How many blocks the member has, over all owners."""
+        return padded(self.entries[position].numel) // BLOCK
+
+    def segments(self, owner: int) -> Iterator[Segment]:
+        """What the slice of `owner` holds, in slice order."""
+        cut = (self._segment(position, owner) for position in self._positions(owner))
+        return (segment for segment in cut if segment.region.numel)
+
+    def segments_of(self, position: int) -> Iterator[Segment]:
+        """The segments of a member, in owner order."""
+        cut = (self._segment(position, owner) for owner in self._owners(position))
+        return (segment for segment in cut if segment.region.numel)
+
+    @abstractmethod
+    def _positions(self, owner: int) -> Sequence[int]:
+        """The members that may have elements in the slice of `owner`: all that have, and few more."""
+
+    @abstractmethod
+    def _owners(self, position: int) -> Sequence[int]:
+        """The owners that may hold elements of the member: all that do, and few more."""
+
+    @abstractmethod
+    def _segment(self, position: int, owner: int) -> Segment:
+        """The segment of the member in the slice of `owner`, with an empty region when there is none."""
+
+
+class FlatBucket(Bucket):
+    """One member behind the other, cut between blocks wherever a slice ends."""
+
+    @cached_property
+    def begins(self) -> tuple[int, ...]:
+        """Where each member begins in the bucket, then where the padding at the tail begins."""
+        return tuple(accumulate((padded(entry.numel) for entry in self.entries), initial=0))
+
+    @cached_property
+    def slice_numel(self) -> int:
+        return slice_size(self.begins[-1], self.world)
+
+    def place(self, position: int, element: int) -> Place:
+        owner, offset = divmod(self.begins[position] + element, self.slice_numel)
+        return Place(self.index, owner, offset, min(self.entries[position].numel - element, self.slice_numel - offset))
+
+    def _positions(self, owner: int) -> range:
+        low, high = owner * self.slice_numel, (owner + 1) * self.slice_numel
+        return range(max(bisect_right(self.begins, low) - 1, 0), bisect_left(self.begins, high, hi=len(self.members)))
+
+    def _owners(self, position: int) -> range:
+        if not self.entries[position].numel:
+            return range(0)
+        return range(self.place(position, 0).owner, self.place(position, self.entries[position].numel - 1).owner + 1)
+
+    def _segment(self, position: int, owner: int) -> Segment:
+        begin, low, high = self.begins[position], owner * self.slice_numel, (owner + 1) * self.slice_numel
+        region = flat_region(self.entries[position].numel, begin, low, high)
+        offset = max(begin - low, 0)
+        return Segment(self.members[position], self.index, owner, offset, region, region.start // BLOCK)
+
+
+class SplitBucket(Bucket):
+    """Rows or columns. Blocks start anew in each owner's region, so unlike the others' they depend on the world."""
+
+    @cached_property
+    def _splits(self) -> tuple[Split, ...]:
+        return tuple(Split.of(entry.shape, entry.placement) for entry in self.entries)
+
+    @cached_property
+    def _begins(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
+    def begins(self, owner: int) -> tuple[int, ...]:
+        """Where each member's region begins in the slice of `owner`, then where the padding at the tail begins."""
+        if owner not in self._begins:
+            sizes = (padded(split.region(self.world, owner).numel) for split in self._splits)
+            self._begins[owner] = tuple(accumulate(sizes, initial=0))
+        return self._begins[owner]
+
+    @property
+    def slice_numel(self) -> int:
+        return self.begins(0)[-1]  # `share` gives the first owner no less than any other
+
+    def place(self, position: int, element: int) -> Place:
+        split = self._splits[position]
+        outer, within = divmod(element, split.extent * split.inner)
+        owner = sharer(split.extent, self.world, within // split.inner)
+        low, high = share(split.extent, self.world, owner)
+        offset = self.begins(owner)[position] + outer * (high - low) * split.inner + within - low * split.inner
+        return Place(self.index, owner, offset, high * split.inner - within)
+
+    def blocks(self, position: int) -> int:
+        return self._first_block(position, self.world)
+
+    def _positions(self, owner: int) -> range:
+        return range(len(self.members))
+
+    def _owners(self, position: int) -> range:
+        return range(min(self.world, self._splits[position].extent))
+
+    def _segment(self, position: int, owner: int) -> Segment:
+        region = self._splits[position].region(self.world, owner)
+        first = self._first_block(position, owner)
+        return Segment(self.members[position], self.index, owner, self.begins(owner)[position], region, first)
+
+    def _first_block(self, position: int, owner: int) -> int:
+        # The owners before this one hold regions of two sizes only: `more` longer ones, then the others.
+        split = self._splits[position]
+        base, more = divmod(split.extent, self.world)
+        run = split.outer * split.inner
+        longer, shorter = padded((base + 1) * run), padded(base * run)
+        return (min(owner, more) * longer + max(owner - more, 0) * shorter) // BLOCK
+
+
+@dataclass(frozen=True)
+class LayerBucket(Bucket):
+    """Whole parameters: `holders` names the owner of each member."""
+
+    holders: tuple[int, ...]
+
+    @cached_property
+    def _held(self) -> dict[int, list[int]]:
+        held: dict[int, list[int]] = {}
+        for position, holder in enumerate(self.holders):
+            held.setdefault(holder, []).append(position)
+        return held
+
+    @cached_property
+    def begins(self) -> tuple[int, ...]:
+        """Where each member begins in its holder's slice."""
+        begins, filled = [], [0] * self.world
+        for entry, holder in zip(self.entries, self.holders, strict=True):
+            begins.append(filled[holder])
+            filled[holder] += padded(entry.numel)
+        return tuple(begins)
+
+    @cached_property
+    def slice_numel(self) -> int:
+        return max(begin + padded(entry.numel) for begin, entry in zip(self.begins, self.entries, strict=True))
+
+    def place(self, position: int, element: int) -> Place:
+        left = self.entries[position].numel - element
+        return Place(self.index, self.holders[position], self.begins[position] + element, left)
+
+    def _positions(self, owner: int) -> Sequence[int]:
+        return self._held.get(owner, ())
+
+    def _owners(self, position: int) -> Sequence[int]:
+        return (self.holders[position],)
+
+    def _segment(self, position: int, owner: int) -> Segment:
+        region = Region.of(0, self.entries[position].numel)
+        return Segment(self.members[position], self.index, owner, self.begins[position], region, 0)

@@ -1,0 +1,35 @@
+"""What a strategy is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from sherd.config import Options
+from sherd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy(Options):
+    """How ranks share the work: its frozen options, and nothing that changes while it runs.
+
+    The contract: a strategy only *chooses* (where parameters live, who owns a slice, when ranks exchange); the engine
+    acts on the choice without ever asking which strategy made it. Abstract: a subclass is a frozen dataclass whose
+    fields are its options, all with defaults, registered under a name:
+
+        @register("example")
+        @dataclass(frozen=True, kw_only=True)
+        class Example(Strategy):
+            every: int = 1
+    """
+
+    name: ClassVar[str]
+    """What a user writes to get it, and what events and checkpoints record. `register` sets it."""
+
+    def __new__(cls, *args: object, **options: object) -> Self:
+        if cls is Strategy:
+            raise ConfigError("Strategy is abstract; build one of its kinds, or name one: sherd.strategies.names()")
+        return super().__new__(cls, *args, **options)

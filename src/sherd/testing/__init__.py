@@ -1,0 +1,32 @@
+"""Run a function on several ranks inside a test, and see every rank's failure.
+
+    from sherd.testing import run_ranks
+
+    def total():                                   # at module level: every rank imports it
+        dist.init_process_group("gloo")
+        x = torch.tensor(float(dist.get_rank()))
+        dist.all_reduce(x)
+        return x
+
+    def test_total():
+        assert run_ranks(total, 4) == [6.0] * 4    # one result per rank, in rank order
+
+- `run_ranks` starts new processes for one call, in some 50 ms; `RankPool` keeps them for many calls of some 5 ms each
+  (a session-scoped fixture is a good owner; idle ranks cost nothing but their memory).
+- Ranks find RANK, WORLD_SIZE, MASTER_PORT and the rest in their environment, as under torchrun.
+- A failing rank raises `sherd.errors.RankFailed` with every failing rank's traceback. Ranks that do not finish raise
+  `RanksTimedOut`, a `RankFailed` with every rank's Python stack.
+- A test that kills ranks on purpose names them in `expected_exits` and finds `Died` in their place.
+
+The nouns: a *rank* is a process, seen from the caller; a *worker* is the same process, seen from inside. A *run* is one
+function on every rank. Ranks are forked by multiprocessing's *fork server*, which has torch imported already.
+"""
+
+from __future__ import annotations
+
+from sherd.testing._report import RanksTimedOut
+from sherd.testing._watch import Died
+from sherd.testing.pool import RankPool
+from sherd.testing.ranks import run_ranks
+
+__all__ = ["Died", "RankPool", "RanksTimedOut", "run_ranks"]

@@ -1,0 +1,130 @@
+"""Wait until every rank has answered a command, failed, or run out of time."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from typing import Any
+
+from sherd.testing import _worker
+from sherd.testing._process import Rank
+
+
+@dataclass(frozen=True)
+class Died:
+    """Stands in the place of a result for a rank that ended as `expected_exits` said (negative: by that signal)."""
+
+    exitcode: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank failed, in the words that follow "rank 3 ", and when (of the monotonic clock)."""
+
+    story: str
+    when: float
+
+
+@dataclass
+class Outcome:
+    """What became of a command on every rank. A rank in none of the three was still busy when the time was up."""
+
+    answered: set[int] = field(default_factory=set)
+    died: dict[int, Died] = field(default_factory=dict)  # as expected
+    failed: dict[int, Failure] = field(default_factory=dict)
+
+    def busy(self, ranks: Sequence[Rank]) -> list[Rank]:
+        done = self.answered | self.died.keys() | self.failed.keys()
+        return [rank for rank in ranks if rank.rank not in done]
+
+    def stories(self) -> dict[int, str]:
+        """Why ranks failed, the first to fail first: the others often fail because of it."""
+        order = sorted(self.failed, key=lambda number: self.failed[number].when)
+        return {number: self.failed[number].story for number in order}
+
+    def fail(self, number: int, story: str, when: float | None = None) -> None:
+        self.answered.discard(number)
+        self.failed[number] = Failure(story, time.monotonic() if when is None else when)
+
+    def results(self, ranks: Sequence[Rank]) -> list[Any]:
+        """One result per rank, in rank order. A result that cannot be read back is one more failure."""
+        values: list[Any] = []
+        for rank in ranks:
+            try:
+                values.append(self.died[rank.rank] if rank.rank in self.died else rank.result())
+            except Exception as error:
+                self.fail(
+                    rank.rank,
+                    f"returned a result that cannot be unpickled by the caller ({type(error).__name__}: {error}); "
+                    "its class must be importable there too",
+                )
+        return values
+
+
+def watch(ranks: Sequence[Rank], timeout: float, grace: float, expected: Mapping[int, int]) -> Outcome:
+    """Collect what `ranks` answer to the command they were just given.
+
+    `expected` maps the ranks that must die to their exit codes. Once a rank has failed, the others have `grace` seconds
+    to fail by themselves, so that their stories are told too. So has a rank that should die but returned.
+    """
+    outcome = Outcome()
+    limit, hurried = time.monotonic() + timeout, False
+    while True:
+        for rank in ranks:  # before the first sleep too: no one wakes us for what has happened already
+            _note(rank, outcome, expected)
+        undead = [rank for rank in expected if rank not in outcome.died and rank not in outcome.failed]
+        busy = outcome.busy(ranks)
+        if not busy and not undead:
+            break
+        if not hurried and (outcome.failed or not busy):
+            limit, hurried = min(limit, time.monotonic() + grace), True
+        left = limit - time.monotonic()
+        if left <= 0:
+            break
+        _sleep(ranks, left)
+    for number in expected.keys() & outcome.answered:
+        outcome.fail(number, f"returned, but expected_exits says that it {describe_exit(expected[number])}")
+    return outcome
+
+
+def describe_exit(code: int) -> str:
+    """An exit code as multiprocessing counts it, in words: negative numbers are signals."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"was killed by signal {-code}"
+
+
+def _sleep(ranks: Sequence[Rank], seconds: float) -> None:
+    """Until a rank answers or ends."""
+    sentinels = [rank.process.sentinel for rank in ranks if rank.exitcode is None]
+    sockets = [rank.control for rank in ranks if rank.listens]
+    wait([*sentinels, *sockets], seconds)
+
+
+def _note(rank: Rank, outcome: Outcome, expected: Mapping[int, int]) -> None:
+    """Write down what the rank did since the last look."""
+    number = rank.rank
+    code = rank.look()  # before hear(): what a dead rank had to say is then certain to have arrived
+    answer = rank.hear()
+    if answer == _worker.RAISED:
+        when, story = rank.story()
+        outcome.fail(number, story, when)
+    elif answer:
+        outcome.answered.add(number)
+    if code is None or number in outcome.died or number in outcome.failed:
+        return
+    if expected.get(number) == code:
+        outcome.answered.discard(number)
+        outcome.died[number] = Died(code)
+    else:
+        # Its peers may have noticed a killed rank before we did, but no peer's error can have caused it: it was first.
+        when = 0.0 if code < 0 else time.monotonic()
+        late = " after it had returned" if number in outcome.answered else ""
+        wanted = f", but expected_exits says that it {describe_exit(expected[number])}" if number in expected else ""
+        outcome.fail(number, f"{describe_exit(code)}{late}{wanted}\n{rank.stack()}", when)

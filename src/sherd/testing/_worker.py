@@ -1,0 +1,156 @@
+"""The inside of a rank: obey the parent's commands, one byte each, and sleep in a blocking read between them.
+
+What is larger than a byte travels in memory files: the parent writes the *task* (one for all ranks) before it says RUN,
+and a rank writes its *result* before it says RETURNED or RAISED. A rank that is stopped or killed in the middle can
+therefore never leave the other side inside half a message.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import mmap
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+
+import torch
+import torch.distributed as dist
+
+RUN, CLEAN, STOP = b"R", b"C", b"S"  # what the parent says
+READY, RETURNED, RAISED = b"+", b"r", b"x"  # what a rank answers
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run: what to call, and the surroundings to call it in. All ranks read the same one."""
+
+    call: bytes  # pickled (fn, args), apart: a rank can only import fn once it has the caller's sys.path
+    environ: dict[str, str]  # the caller's environment and the variables that all ranks share
+    extra: dict[str, str]  # the caller's `env=`: it wins over everything
+    sys_path: list[str]
+    cwd: str
+    threads: int
+
+
+def main(rank: int, control: socket.socket) -> None:
+    """The life of a rank, from the fork to STOP."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C in a terminal reaches idle ranks too, and is none of theirs
+    _, (task, result, stacks), _, _ = socket.recv_fds(control, 1, 3)
+    seed = torch.initial_seed()
+    _show_stacks(stacks)
+    control.sendall(READY)
+    while (command := control.recv(1)) in (RUN, CLEAN):
+        if command == RUN:
+            _show_stacks(stacks)  # again: what one function does to the handlers or to the seed must not reach the next
+            torch.manual_seed(seed)
+            control.sendall(_answer(lambda: _run(rank, task), result))
+        else:
+            control.sendall(_answer(_destroy_process_group, result))
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when its parent goes, however it goes.
+
+    The parent's sentinel is a pipe on which nothing comes but the end; O_ASYNC turns the end into a signal. Unlike a
+    thread that waits for it, this also ends a rank that holds the GIL, and adds no stack of its own to every report.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker is always started by multiprocessing"
+    fd = parent.sentinel
+    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+    if wait([fd], 0):  # the parent went before we asked for the signal
+        os._exit(1)
+
+
+def _show_stacks(stacks: int) -> None:
+    """Write the Python stacks of all threads to this file on SIGUSR1 and in a crash, even while the GIL is held."""
+    faulthandler.enable(file=stacks)
+    faulthandler.register(signal.SIGUSR1, file=stacks)
+
+
+def _answer(work: Callable[[], object], result: int) -> bytes:
+    """Do `work` and leave what it returned, or the story of why it did not, in the result file."""
+    try:
+        value = work()
+    except SystemExit:  # not an error to describe but an exit code to report: let the process end with it
+        raise
+    except BaseException as error:
+        return _fail(f"raised {_headline(error)}\n{_traceback(error)}", result)
+    try:
+        write_file(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), result)
+    except Exception as error:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        return _fail(
+            f"returned a {kind}, which cannot be pickled ({_headline(error)}); "
+            "return tensors, numbers or containers of them\n",
+            result,
+        )
+    finally:
+        _flush()
+    return RETURNED
+
+
+def _run(rank: int, task_file: int) -> object:
+    with mmap.mmap(task_file, 0, prot=mmap.PROT_READ) as view:
+        task: Task = pickle.loads(view)
+    own = {name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")}
+    os.environ.clear()
+    os.environ.update(task.environ | own | task.extra)
+    os.chdir(task.cwd)
+    sys.path[:] = task.sys_path
+    torch.set_num_threads(task.threads)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        fn, args = pickle.loads(task.call)
+        return fn(*args)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _destroy_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _fail(story: str, result: int) -> bytes:
+    write_file(pickle.dumps((time.monotonic(), story)), result)  # the same clock in all ranks: who was first?
+    _flush()
+    return RAISED
+
+
+def write_file(data: bytes, file: int) -> None:
+    """Replace what is in a memory file."""
+    os.ftruncate(file, 0)
+    with open(file, "wb", closefd=False) as stream:
+        stream.seek(0)
+        stream.write(data)
+
+
+def _headline(error: BaseException) -> str:
+    return traceback.format_exception_only(type(error), error)[-1].strip()
+
+
+def _traceback(error: BaseException) -> str:
+    """The traceback from the called function on; the frames of this file tell the reader nothing."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None and frame.tb_frame.f_code.co_filename == __file__:
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, frame))
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()

@@ -1,0 +1,284 @@
+"""The command line as a user meets it: real processes, real signals, and no traceback that is not a rank's own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sherd.cli import main
+
+SHERD = [sys.executable, "-m", "sherd.cli"]
+RANK = """
+import json, os, pathlib, signal, sys, time
+rank, here = os.environ["RANK"], pathlib.Path(__file__).parent
+for name in sys.argv[2:]:
+    signal.signal(getattr(signal, name), signal.SIG_IGN)
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "LOGLEVEL")
+note = {"arguments": sys.argv[1:], **{name: os.environ.get(name) for name in names}}
+partial = here / f"partial-{rank}"
+partial.write_text(json.dumps(note))
+partial.rename(here / f"note-{rank}.json")
+what = sys.argv[1] if len(sys.argv) > 1 else "pass"
+if what in ("raise", "kill", "record"):
+    while len(list(here.glob("note-*"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
+    if rank == "1":
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "record":
+            about = {"message": "Boom", "extraInfo": {"py_callstack": "recorded by rank 1", "timestamp": "1"}}
+            pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": about}))
+            sys.exit(7)
+        raise ValueError("the weather is bad")
+if what != "pass":
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A directory with the script of a rank; runs start in it and put their temporary files below it."""
+    (tmp_path / "rank_script.py").write_text(RANK)
+    (tmp_path / "temporary").mkdir()
+    for name in ("OMP_NUM_THREADS", "LOGLEVEL", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in map(os.path.abspath, sys.path) if path))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    left = ranks_alive(tmp_path)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert left == []
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def sherd(*arguments):
+    return subprocess.run([*SHERD, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def ranks_alive(here):
+    """Processes, of any parent, that run the script of this directory."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal():
+            with contextlib.suppress(OSError):
+                command = (process / "cmdline").read_bytes().split(b"\0")
+                if bytes(here / "rank_script.py") in command and b"sherd.cli" not in command:
+                    found.append(int(process.name))
+    return found
+
+
+def notes(here):
+    return [json.loads(path.read_text()) for path in sorted(here.glob("note-*.json"))]
+
+
+def wait_for(condition, seconds=40):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the run did not get there"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "-n", "0", "rank_script.py"], "'-n' / '--ranks': found '0', expected a whole number from 1"),
+        (["run", "-n", "abc", "rank_script.py"], "'-n' / '--ranks': found 'abc', expected a whole number from 1"),
+        (["run", "absent.py"], "the script 'absent.py' does not exist; write the path of a Python file"),
+        (["run", "temporary"], "the script 'temporary' is a directory"),
+        (["run", "-m", "absent.module"], "there is no module 'absent.module'"),
+        (["run"], "Missing argument"),
+        (["run", "--nnodes", "2", "rank_script.py"], "--nnodes 2 needs --master-addr"),
+        (["run", "--node-rank", "1", "rank_script.py"], "--node-rank 1 must be below --nnodes 1"),
+        (["rum"], "No such command 'rum'"),
+        (["doctor", "--jsn"], "No such option"),
+    ],
+)
+def test_bad_input_is_one_kind_line(here, capfd, arguments, message):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    output = capfd.readouterr()
+    assert end.value.code == 2
+    assert output.out == ""
+    assert output.err.startswith("sherd: ")
+    assert message in output.err
+    assert output.err.count("\n") == 1
+
+
+def test_bad_input_ends_the_process_without_a_traceback(here):
+    result = sherd("run", "-n", "two", "rank_script.py")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert re.fullmatch(r"sherd: .*found 'two', expected a whole number from 1.*\n", result.stderr)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_lists_the_commands(capfd, arguments):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    output = capfd.readouterr()
+    assert (end.value.code, output.err) == (0, "")
+    assert re.search(r"^  run .*^  doctor ", output.out, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_version(capfd):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert re.fullmatch(r"sherd .+\n", capfd.readouterr().out)
+
+
+def test_run_starts_ranks_and_passes_on_their_arguments(here):
+    result = sherd("run", "-n", "2", str(here / "rank_script.py"), "pass", "SIGUSR1", "SIGHUP")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert [(note["RANK"], note["WORLD_SIZE"], note["LOGLEVEL"]) for note in notes(here)] == [
+        ("0", "2", None),
+        ("1", "2", None),
+    ]
+    for note in notes(here):
+        assert note["arguments"] == ["pass", "SIGUSR1", "SIGHUP"]
+        assert int(note["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def test_run_takes_a_module_of_this_directory_and_keeps_omp_num_threads(here, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    result = sherd("run", "-m", "rank_script")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert [(note["WORLD_SIZE"], note["OMP_NUM_THREADS"]) for note in notes(here)] == [("1", "3")]
+
+
+def test_options_after_the_script_are_the_scripts(here):
+    (here / "echo.py").write_text("import sys; print(sys.argv[1:])")
+    result = sherd("run", "echo.py", "-n", "5", "--help", "--", "-m")
+    assert (result.returncode, result.stdout) == (0, "['-n', '5', '--help', '--', '-m']\n")
+
+
+def test_two_machines_meet_at_the_master(here):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    meeting = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
+    script = str(here / "rank_script.py")
+    nodes = [subprocess.Popen([*SHERD, "run", *meeting, "--node-rank", node, script]) for node in "01"]
+    assert [node.wait(timeout=60) for node in nodes] == [0, 0]
+    assert [(note["RANK"], note["LOCAL_RANK"], note["WORLD_SIZE"]) for note in notes(here)] == [
+        ("0", "0", "2"),
+        ("1", "0", "2"),
+    ]
+
+
+def test_the_first_rank_to_fail_is_named_after_its_own_traceback(here):
+    result = sherd("run", "-n", "3", str(here / "rank_script.py"), "raise")
+    assert result.returncode == 1
+    traceback, *summary = re.split(r"^(?=sherd run: )", result.stderr, flags=re.MULTILINE)
+    assert traceback.startswith("Traceback (most recent call last):")
+    assert traceback.count("Traceback") == 1
+    assert traceback.endswith("ValueError: the weather is bad\n")
+    assert re.fullmatch(
+        r"sherd run: rank 1 failed first \(pid \d+\): exit code 1; what it wrote is above\n", summary[0]
+    )
+    assert summary[1:] == ["sherd run: after it, rank 0, 2: ended by SIGTERM\n"]
+
+
+def test_a_killed_rank_is_named_with_its_signal(here):
+    result = sherd("run", "-n", "2", str(here / "rank_script.py"), "kill")
+    assert result.returncode == 128 + signal.SIGKILL
+    assert re.match(r"sherd run: rank 1 failed first \(pid \d+\): killed by SIGKILL", result.stderr)
+    assert "Traceback" not in result.stderr
+
+
+def test_a_traceback_that_the_rank_recorded_is_shown(here):
+    result = sherd("run", "-n", "2", str(here / "rank_script.py"), "record")
+    assert result.returncode == 7
+    lines = result.stderr.splitlines()
+    assert re.fullmatch(r"sherd run: rank 1 failed first \(pid \d+\): exit code 7", lines[0])
+    assert lines[1:] == ["recorded by rank 1", "sherd run: after it, rank 0: ended by SIGTERM"]
+
+
+@contextlib.contextmanager
+def two_ranks_that_sleep(here, *arguments):
+    command = [*SHERD, "run", "-n", "2", str(here / "rank_script.py"), "sleep", *arguments]
+    # Into a file: a rank that is left behind would hold a pipe open, and this test with it.
+    with (here / "stderr").open("w") as stderr:
+        process = subprocess.Popen(command, stderr=stderr)
+    try:
+        wait_for(lambda: len(notes(here)) == 2)
+        assert len(ranks_alive(here)) == 2  # or the check below could not fail
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_and_leaves_no_rank(here, number):
+    with two_ranks_that_sleep(here) as process:
+        process.send_signal(number)
+        assert process.wait(timeout=30) == 128 + number
+    assert ranks_alive(here) == []
+    stderr = (here / "stderr").read_text()
+    assert stderr.endswith(f"sherd run: stopped by {number.name}; all ranks have ended\n")
+    assert "torch/distributed" not in stderr
+
+
+def test_pressing_ctrl_c_again_ends_ranks_that_ignore_it(here):
+    with two_ranks_that_sleep(here, "SIGINT", "SIGTERM") as process:
+        start = time.monotonic()
+        while process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        assert time.monotonic() - start < 8
+    assert ranks_alive(here) == []
+    assert process.returncode == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.3])
+def test_a_signal_while_the_run_is_being_set_up_ends_it(here, delay):
+    with subprocess.Popen([*SHERD, "run", str(here / "rank_script.py"), "sleep"]) as process:
+        wait_for(lambda: list((here / "temporary").iterdir()))
+        time.sleep(delay)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+
+
+ORPHAN = """
+import subprocess, sys
+from sherd.cli.run import _no_rank_left
+with _no_rank_left(sys.argv[2]):
+    subprocess.Popen([sys.executable, sys.argv[1], "sleep"], start_new_session=True)
+    raise SystemExit(5)
+"""
+
+
+def test_a_process_that_the_launcher_does_not_know_of_is_ended_too(here, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    script = str(here / "rank_script.py")
+    command = [sys.executable, "-c", ORPHAN, script, str(here / "absent")]
+    assert subprocess.run(command, timeout=30, check=False).returncode == 5
+    assert ranks_alive(here) == []
+
+
+def test_doctor_prints_a_table():
+    result = sherd("doctor")
+    assert (result.returncode, result.stderr) == (0, "")
+    for word in ("python", "torch", "gloo", "cores", "memory", "memfd", "futex", "pidfd", "/dev/shm", "transport"):
+        assert re.search(rf"\b{word}\b" if word[0] != "/" else word, result.stdout), word
+
+
+def test_doctor_prints_json():
+    facts = json.loads(sherd("doctor", "--json").stdout)
+    assert facts["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert facts["cores"] == len(os.sched_getaffinity(0))
+    assert facts["gloo"] is True
+    assert facts["transport"] == ("host" if facts["host_unsupported"] is None else "c10d")
