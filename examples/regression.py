@@ -47,7 +47,9 @@ def main() -> None:
             if step % 50 == 0 or step == arguments.steps - 1:
                 mean = ranks.all_reduce(loss.detach(), op="mean").wait()
                 if ranks.rank == 0:
-                    print(f"step {step:4d}  loss {mean.item():.5f}  ({ranks.world} ranks, {ranks.transport})", flush=True)
+                    print(
+                        f"step {step:4d}  loss {mean.item():.5f}  ({ranks.world} ranks, {ranks.transport})", flush=True
+                    )
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.comm_reference import DTYPES, OPERATORS, reduced, tensor_of
 
 from sherd.comm.codec import Cast
 from sherd.comm.summation import SUM_BLOCK, SummationTree, combine, cut_for
 from sherd.errors import ConfigError
-from tests.comm_reference import DTYPES, OPERATORS, reduced, tensor_of
 
 
 @settings(max_examples=150, deadline=None)

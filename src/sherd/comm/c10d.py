@@ -28,7 +28,7 @@ from sherd.comm.host.peers import Peers
 from sherd.comm.summation import combine, cut_for, one_phase
 from sherd.comm.watchdog import Watchdog
 from sherd.config import CommOptions
-from sherd.errors import CommClosed
+from sherd.errors import CommClosed, CommError
 
 _HEADER = struct.Struct("<Q504s")  # fingerprint, call and site
 _REDUCE = {
@@ -172,7 +172,7 @@ class C10dCommunicator(Communicator):
                 works.append(dist.isend(_bytes(source), group=self._group, group_dst=to))
             yield from works
 
-        return self._message(call, _wire_bytes(source.numel(), source), steps)
+        return self._message(call, _wire_bytes(source.numel(), source), to, steps)
 
     def _recv(self, call: Call, target: Tensor, source: int) -> Handle:
         def steps() -> Steps:
@@ -184,7 +184,7 @@ class C10dCommunicator(Communicator):
             if target.numel():
                 yield dist.irecv(_bytes(target), group=self._group, group_src=source)
 
-        return self._message(call, 0, steps)
+        return self._message(call, 0, source, steps)
 
     # ---------------------------------------------------------------- their parts
 
@@ -229,6 +229,7 @@ class C10dCommunicator(Communicator):
         padded = _padded(source, self.world * cut)
         mine = torch.empty(cut, dtype=target.dtype, device=target.device)
         yield from self._reduce_slices(padded, mine, op, codec)
+        mine[max(source.numel() - self.rank * cut, 0) :].zero_()  # a lossy codec has smeared something over the padding
         whole = target if target.numel() == self.world * cut else torch.empty_like(padded, dtype=target.dtype)
         yield from self._gather_slices(mine, whole, codec)
         if whole is not target:
@@ -250,10 +251,14 @@ class C10dCommunicator(Communicator):
         with self._breaking():
             return C10dHandle(steps(), self._complete, finished)
 
-    def _message(self, call: Call, payload: int, steps: Callable[[], Steps]) -> C10dHandle:
+    def _message(self, call: Call, payload: int, peer: int, steps: Callable[[], Steps]) -> C10dHandle:
+        def complete(work: dist.Work) -> None:
+            with self._breaking():
+                self._watchdog.wait_for_message(work, peer)
+
         finished = self._begin(call, payload)
         with self._breaking():
-            return C10dHandle(steps(), self._complete_message, finished)
+            return C10dHandle(steps(), complete, finished)
 
     def _begin(self, call: Call, payload: int) -> Callable[[], None]:
         if self._broken is not None:
@@ -292,17 +297,20 @@ class C10dCommunicator(Communicator):
         with self._breaking():
             self._watchdog.wait(work)
 
-    def _complete_message(self, work: dist.Work) -> None:
-        with self._breaking():
-            self._watchdog.wait_for_message(work)
-
     @contextmanager
     def _breaking(self) -> Iterator[None]:
         """What goes wrong between ranks leaves them in different places: the communicator is of no more use."""
         try:
             yield
-        except BaseException as error:
+        except CommError as error:
             self._broken = str(error)
+            raise
+        except RuntimeError as error:
+            fault = self._watchdog.explain(error, range(self.world))
+            self._broken = str(fault)
+            raise fault from error
+        except BaseException as error:
+            self._broken = f"it was interrupted by {type(error).__name__}"
             raise
 
 

@@ -17,7 +17,8 @@ from sherd.errors import ConfigError
 class Codec(ABC):
     """Encodes flat tensors into bytes and back. Instances are immutable and equal when their `name` is."""
 
-    #: Elements that must stay together; a stream is cut only at multiples of it.
+    #: Elements that are encoded together, independently of others; a stream is cut only at multiples of it. What is
+    #: missing from the last block counts as zeros.
     block: int = 1
 
     @property

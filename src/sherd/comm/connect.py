@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore
+from torch.distributed import DistError, PrefixStore
 
 from sherd import observe
 from sherd.comm.base import Communicator
@@ -18,7 +19,7 @@ from sherd.comm.host.communicator import HostCommunicator
 from sherd.comm.host.rendezvous import Meeting, meet
 from sherd.comm.solo import SoloCommunicator
 from sherd.config import CommOptions
-from sherd.errors import Unsupported
+from sherd.errors import CommError, Unsupported
 
 log = logging.getLogger("sherd")
 _connections = itertools.count()
@@ -34,7 +35,7 @@ def connect(options: CommOptions | None = None) -> Communicator:
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return SoloCommunicator(options)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        _initialise(options.timeout)
     rank, world = dist.get_rank(), dist.get_world_size()
     if world == 1:
         return SoloCommunicator(options)
@@ -55,6 +56,24 @@ def connect(options: CommOptions | None = None) -> Communicator:
         meeting.link.close()
         return C10dCommunicator(dist.new_group(), options, [card.name for card in meeting.cards], peers)
     return HostCommunicator(meeting.link, options)
+
+
+def _initialise(timeout: float) -> None:
+    """Start torch.distributed from torchrun's variables; a rank that does not come is named."""
+    limit = timedelta(seconds=timeout)
+    try:
+        store, rank, world = next(iter(dist.rendezvous("env://", timeout=limit)))
+        store.set_timeout(limit)
+        StoreExchange(PrefixStore("sherd/hello", store), rank, world, timeout)("hello", os.getpid())
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    except (DistError, ValueError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise CommError(
+            f"rank {os.environ.get('RANK')} could not join the others at MASTER_ADDR:MASTER_PORT = {address} within "
+            f"{timeout:g} s: {error}. They may have given up before; look at their output first. "
+            "`sherd run` and torchrun set these variables."
+        ) from error
 
 
 def _ranks_per_host(meeting: Meeting) -> int:

@@ -24,6 +24,7 @@ from sherd.errors import CommError, Diverged, PeerLost, TimedOut
 
 LOOK_EVERY = 0.1
 PUBLISH_EVERY = 1.0
+PATIENCE = 0.2
 _FAULTS: dict[str, type[CommError]] = {"diverged": Diverged, "lost": PeerLost, "late": TimedOut}
 
 
@@ -56,7 +57,7 @@ class Watchdog:
 
     def report(self, kind: str, error: CommError) -> CommError:
         """Tell the others why this rank gives up. The first report stands."""
-        text = json.dumps({"kind": kind, "rank": self._rank, "text": str(error)})
+        text = json.dumps({"kind": kind, "rank": self._rank, "ranks": error.ranks, "text": str(error)})
         self._ask(lambda: self._store.compare_set("fault", "", text))
         faults.emit_fault(error)
         return error
@@ -66,6 +67,7 @@ class Watchdog:
             self._stop.set()
             self._deed = {**self._deed, "inside": False, "left": True}
             self._publish()
+            self._ask(lambda: self._store.add("left", 1))
             if self._peers:
                 self._peers.close()
 
@@ -83,9 +85,9 @@ class Watchdog:
                 return False
             return True
 
-        self._watch(attempt)
+        self._watch(attempt, range(len(self._names)))
 
-    def wait_for_message(self, work: dist.Work) -> None:
+    def wait_for_message(self, work: dist.Work, peer: int) -> None:
         """Complete a send or receive. The backend cannot wait for one twice, so a thread waits and this one watches."""
         failure: list[RuntimeError] = []
 
@@ -104,9 +106,9 @@ class Watchdog:
                 raise failure[0]
             return not thread.is_alive()
 
-        self._watch(attempt)
+        self._watch(attempt, [peer])
 
-    def _watch(self, attempt: Callable[[float], bool]) -> None:
+    def _watch(self, attempt: Callable[[float], bool], needed: Sequence[int]) -> None:
         start = time.monotonic()
         warn_at = start + self._options.warn_seconds
         while True:
@@ -114,10 +116,11 @@ class Watchdog:
                 if attempt(LOOK_EVERY):
                     return
             except RuntimeError as error:
-                raise self._why_it_broke(error) from error
-            fault = self._fault()
-            if fault is not None and not attempt(0.001):
-                raise fault
+                raise self.explain(error, needed) from error
+            # A rank that has left may have done its part of this first, and the rest be on its way.
+            gone = self._gone(needed)
+            if (gone or self._reported()) and not attempt(PATIENCE):
+                raise self._reported() or self._lost(gone)
             waited = time.monotonic() - start
             if waited > self._options.timeout:
                 raise self._timed_out(waited)
@@ -127,31 +130,36 @@ class Watchdog:
 
     # ---------------------------------------------------------------- what may have gone wrong
 
-    def _fault(self) -> CommError | None:
-        """Why waiting is in vain, or None."""
+    def _reported(self) -> CommError | None:
+        """What another rank has reported, as an error of this one."""
         reported = self._ask(lambda: self._store.check(["fault"]) and json.loads(self._store.get("fault")))
-        if reported and reported["rank"] != self._rank:
-            text = reported["text"]
-            if reported["kind"] != "diverged":
-                text = f"{self._names[reported['rank']]} reports: {text}"
-            return _FAULTS[reported["kind"]](text)
-        dead = self._peers.dead() if self._peers else []
-        return self._lost(dead) if dead else None
+        if not reported or reported["rank"] == self._rank:
+            return None
+        text = reported["text"]
+        if reported["kind"] != "diverged":
+            text = f"{self._names[reported['rank']]} reports: {text}"
+        return _FAULTS[reported["kind"]](text, tuple(reported["ranks"]))
 
-    def _why_it_broke(self, error: RuntimeError) -> CommError:
+    def _gone(self, needed: Sequence[int]) -> list[int]:
+        """Ranks that died, and those among `needed` that left."""
+        dead = self._peers.dead() if self._peers else []
+        if not dead and not self._ask(lambda: self._store.add("left", 0)):
+            return []
+        left = [r for r, deed in self._deeds().items() if deed["left"]]
+        return [r for r in range(len(self._names)) if (r in left and r in needed) or (r in dead and r not in left)]
+
+    def explain(self, error: RuntimeError, needed: Sequence[int]) -> CommError:
         """The backend has lost a connection: find out to whom. Its error comes before the process is gone."""
         for _ in range(20):
-            fault = self._fault()
-            if fault is not None:
-                return fault
+            gone = self._gone(needed)
+            if gone:
+                return self._lost(gone)
+            reported = self._reported()
+            if reported is not None:
+                return reported
             time.sleep(0.05)
-        left = [r for r, deed in self._deeds().items() if deed["left"]]
-        if left:
-            return self._lost(left)
-        text = str(error).splitlines()[0]
-        return self.report(
-            "lost", faults.lost([f"the connection to a peer was lost: {text}"], "; ".join(self._everyone()), ())
-        )
+        end = f"the connection to a peer was lost: {str(error).splitlines()[0]}"
+        return self.report("lost", faults.lost([end], "; ".join(self._everyone()), ()))
 
     def _lost(self, ranks: Sequence[int]) -> CommError:
         deeds = self._deeds()

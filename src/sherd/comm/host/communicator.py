@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from sherd.comm.host.board import Board, State, spins_pay
 from sherd.comm.host.channel import Channels
 from sherd.comm.host.memory import PAGE, Segment, round_up
 from sherd.comm.host.operation import Operation, SteppedOperation, Steps
+from sherd.comm.host.peers import Peers
 from sherd.comm.host.rendezvous import Link, meet
 from sherd.comm.host.scheduler import Scheduler
 from sherd.comm.host.shared import SharedMemory
@@ -47,7 +47,6 @@ class HostCommunicator(Communicator):
         self._link = link
         self._all = range(world)
         self._number = 0
-        self._closed = False
         self._shared_calls: dict[Call, Call] = {}
         self._plans: dict[Call, SmallPlan | None] = {}
         self._memory = SharedMemory()
@@ -60,7 +59,8 @@ class HostCommunicator(Communicator):
         self._streams = Streams(self._board, staging, self._memory, self.names, options.check)
         channels = self._share("channels", Channels.nbytes(world))
         self._channels = Channels(channels, self._board, self._memory, self._scheduler, self.names)
-        self._at_exit = _close_at_exit(self)
+        # Called by close(), or when nobody holds this communicator any more, or at the end of the process.
+        self._leave = weakref.finalize(self, _leave, self._board, self._peers, link)
         observe.emit("comm.connect", transport=self.transport, world=world, hosts=[self.names])
 
     # ---------------------------------------------------------------- shared memory, groups and life
@@ -93,16 +93,9 @@ class HostCommunicator(Communicator):
         return HostCommunicator(meeting.link, self.options.replace(group=min(self.tree.group, len(ranks))))
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        atexit.unregister(self._at_exit)
-        error = getattr(sys, "last_value", None)
-        self._board.leave_word(State.LEFT, f"{type(error).__name__}: {error}" if error is not None else "")
         self._scheduler.abandon("it was closed")
         self._memory.forget()
-        self._peers.close()
-        self._link.close()
+        self._leave()
 
     def _share(self, label: str, nbytes: int) -> Segment:
         return self._link.share(label, nbytes, self.options.timeout)
@@ -220,12 +213,12 @@ class HostCommunicator(Communicator):
         finish: Callable[[], Finish],
     ) -> Operation | None:
         """Take the short way, where the contribution is small and nothing stands in the way."""
-        plan = self._plans.get(call, self)
-        if plan is self:
+        if call not in self._plans:
             if len(self._plans) > MAX_PLANS:
                 self._plans.clear()
-            plan = self._streams.small_plan(call, source.numel(), source.dtype, cut, contributors, finish())
-            self._plans[call] = plan
+            numel, dtype = source.numel(), source.dtype
+            self._plans[call] = self._streams.small_plan(call, numel, dtype, cut, contributors, finish())
+        plan = self._plans[call]
         if plan is None:
             return None
         self._scheduler.admit()
@@ -289,14 +282,9 @@ def _wire_bytes(numel: int, tensor: Tensor, codec: Codec | None = None) -> int:
     return codec.wire_bytes(numel) if codec else numel * tensor.element_size()
 
 
-def _close_at_exit(communicator: HostCommunicator) -> Callable[[], None]:
-    """Leave word at the end of the process, without keeping the communicator alive until then."""
-    reference = weakref.ref(communicator)
-
-    def close() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.close()
-
-    atexit.register(close)
-    return close
+def _leave(board: Board, peers: Peers, link: Link) -> None:
+    """Tell the others that this rank is gone, and why if it is because of an error."""
+    error = getattr(sys, "last_value", None)
+    board.leave_word(State.LEFT, f"{type(error).__name__}: {error}" if error is not None else "")
+    peers.close()
+    link.close()

@@ -2,7 +2,7 @@
 
 Each rank has a ring of chunks in one segment that all map. A contribution larger than a chunk streams through the ring,
 so memory stays bounded, and chunks stay in the cache between the rank that writes and the ranks that read. A chunk may
-be written again when every peer's done flag has passed what it held.
+be written again when every rank's done flag has passed what it held.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Staging:
         self.written = 0  # chunks this rank has ever written
         self.segment = segment
         self._words = board.words
-        self._done_by_peers = [board.done[r] for r in range(board.world) if r != board.rank]
+        self._done = board.done
         self._free_after = [0] * chunks
-        self._drained = 0  # progress that every peer is known to have passed
+        self._drained = 0  # progress that every rank is known to have passed; small calls read their own chunk too
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     @staticmethod
@@ -74,10 +74,10 @@ class Staging:
         return world * chunk_bytes * chunks
 
     def free_after(self) -> int:
-        """0 if the next chunk may be written now, else the progress that all peers' done flags must reach first."""
+        """0 if the next chunk may be written now, else the progress that all done flags must reach first."""
         needed = self._free_after[self.written % self.chunks]
         if self._drained < needed:
-            self._drained = min(self._words[index] for index in self._done_by_peers)
+            self._drained = min(self._words[index] for index in self._done)
             if self._drained < needed:
                 return needed
         return 0
@@ -92,10 +92,6 @@ class Staging:
     def is_small(self, nbytes: int) -> bool:
         """Whether a contribution takes the short way, whole in one chunk. The same on all ranks."""
         return nbytes <= min(SMALL_BYTES, self.chunk_bytes)
-
-    def address(self, rank: int) -> int:
-        """Where the first chunk of a rank begins."""
-        return self.segment.address + rank * self.chunks * self.chunk_bytes
 
     def views(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """The same part of each chunk of a rank."""

@@ -23,7 +23,7 @@ from sherd.comm.host.operation import Need, Operation, SteppedOperation, Steps
 from sherd.comm.host.scheduler import Scheduler
 from sherd.comm.host.shared import STAGED, Place, SharedMemory
 from sherd.comm.host.small import Finish, SmallOperation, SmallPlan
-from sherd.comm.host.staging import Geometry, Staging
+from sherd.comm.host.staging import SMALL_BYTES, Geometry, Staging
 from sherd.errors import Diverged
 
 Take = Callable[[int, int, list[Tensor]], None]
@@ -64,7 +64,7 @@ class Streams:
         whole = codec is None and self._staging.is_small(world * cut * source.element_size())
         g = self._scatter_geometry(o.call, cut, source.element_size(), codec)
         mine = min(cut, max(source.numel() - rank * cut, 0))
-        lent = self._memory.find(source) if codec is None else STAGED
+        lent = self._lend(source, codec)
 
         def stage(chunk: int, index: int) -> None:
             if whole:
@@ -102,9 +102,7 @@ class Streams:
         take: Take,
     ) -> Steps:
         """Give every rank `source`, at most `cut` elements, and take what each of `contributors` gave."""
-        lent = STAGED
-        if self._rank in contributors and codec is None:
-            lent = self._memory.find(source)
+        lent = self._lend(source, codec) if self._rank in contributors else STAGED
         yield from self._announce(o, lent)
         g = yield from self._gather(o, source, cut, contributors, codec, take, lent)
         if lent[0] >= 0:
@@ -145,9 +143,9 @@ class Streams:
     def start_small(
         self, scheduler: Scheduler, number: int, plan: SmallPlan, source: Tensor, target: Tensor
     ) -> SmallOperation | None:
-        """Issue a small call, or None where only the general way goes: no room, or a contribution that is lent."""
+        """Issue a small call, or None where there is no room at once: the general way waits for it."""
         staging = self._staging
-        if number > self._headers_free or staging.free_after() or self._memory.find(source)[0] >= 0:
+        if number > self._headers_free or staging.free_after():
             return None
         o = SmallOperation(scheduler, number, plan, target, self)
         chunk = 0
@@ -168,17 +166,23 @@ class Streams:
             if self._check and words[header] != plan.call.fingerprint:
                 raise self._diverged(o, r)
             if r in plan.contributors:
-                if words[header + 2] and r != self._rank:
-                    view = plan.views[r][0]
-                    start = words[header + 3] + (view.data_ptr() - self._staging.address(r))
-                    parts.append(self._memory.view((words[header + 2] - 1, start), view.numel(), view.dtype))
-                else:
-                    parts.append(plan.views[r][words[header + 4] % chunks])
-        plan.finish(parts, o.target)
+                parts.append(plan.views[r][words[header + 4] % chunks])
+        if parts:
+            plan.finish(parts, o.target)
         board.raise_flag(self._my_done, o.base + plan.chunks)
         o.finished = True
 
     # ---------------------------------------------------------------- their parts
+
+    def _lend(self, source: Tensor, codec: Codec | None) -> Place:
+        """Where peers can read `source` in place.
+
+        A small one is staged all the same. A copy costs less than waiting for readers, and an all-reduce in place may
+        write over a small contribution while others read it.
+        """
+        if codec is not None or source.numel() * source.element_size() <= SMALL_BYTES:
+            return STAGED
+        return self._memory.find(source)
 
     def _announce(self, o: SteppedOperation, lent: Place) -> Steps:
         """Write the header of an operation; its first contribution follows."""

@@ -1,0 +1,314 @@
+"""Ranks that die, diverge, come late or leave: errors that name them, on every side, and nothing left behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sherd import CommOptions, comm
+from sherd.errors import CommClosed, Diverged, PeerLost, RankFailed, SherdError
+from sherd.testing import Died, run_ranks
+
+TRANSPORTS = ("host", "c10d")
+BIG = 3_000_000  # more than all staging chunks hold, so that nobody can be through before the others are
+NOTICE = 10.0  # seconds; far below TIMEOUT, far above what it takes (measured by the benchmark, not here)
+TIMEOUT = 60.0
+
+
+def start(c, operation):
+    x = torch.ones(BIG - BIG % c.world)
+    if operation == "send":
+        return c.send(x, (c.rank + 1) % c.world)
+    if operation == "recv":
+        return c.recv(x, (c.rank + 1) % c.world)
+    if operation == "barrier":
+        return c.barrier()
+    return getattr(c, operation)(x)
+
+
+def killed_in_the_middle(transport, operation, victim):
+    c = comm.connect(CommOptions(transport=transport, timeout=TIMEOUT))
+    c.barrier().wait()
+    if c.rank == victim:
+        if transport == "host" and operation != "barrier":
+            start(c, operation)  # part of its contribution is there
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        start(c, operation).wait()
+        c.barrier().wait()  # a message between two others goes through
+    except PeerLost as error:
+        try:
+            c.barrier()
+        except CommClosed as closed:
+            return str(error), str(closed), time.monotonic() - begin
+    return "no error"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    "operation", ["reduce_scatter", "all_gather", "all_reduce", "broadcast", "all_to_all", "send", "recv", "barrier"]
+)
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_rank_is_named_by_everyone(transport, operation, victim):
+    if transport == "c10d" and operation not in ("all_reduce", "recv") and victim != 1:
+        return  # one code path; each victim is tried on it twice
+    results = run_ranks(
+        killed_in_the_middle, 3, transport, operation, victim, timeout=50, expected_exits={victim: -signal.SIGKILL}
+    )
+    for rank, result in enumerate(results):
+        if rank == victim:
+            assert result == Died(-signal.SIGKILL)
+            continue
+        error, closed, seconds = result
+        assert re.search(rf"rank {victim} on \S+ \(pid \d+\)", error), error
+        assert "SIGKILL" in error or "reports" in error or "ended" in error, error
+        assert "cannot be used any more" in closed
+        assert seconds < NOTICE
+
+
+def calls(c, which):
+    x = torch.ones(12)
+    return {
+        "all_reduce": lambda: c.all_reduce(x),
+        "all_gather": lambda: c.all_gather(x),
+        "shape": lambda: c.all_reduce(torch.ones(3, 4)),
+        "dtype": lambda: c.all_reduce(x.double()),
+        "reduction": lambda: c.all_reduce(x, op="max"),
+        "big": lambda: c.all_reduce(torch.ones(1_000_000)),
+        "root 0": lambda: c.broadcast(x, 0),
+        "root 1": lambda: c.broadcast(x, 1),
+        "barrier": lambda: c.barrier(),
+    }[which]()
+
+
+def diverging(transport, first, second):
+    c = comm.connect(CommOptions(transport=transport, timeout=TIMEOUT))
+    c.all_reduce(torch.ones(2)).wait()
+    try:
+        calls(c, second if c.rank == 1 else first).wait()
+    except Diverged as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("all_reduce", "all_gather"),
+        ("all_reduce", "shape"),
+        ("all_reduce", "dtype"),
+        ("all_reduce", "reduction"),
+        ("all_reduce", "big"),
+        ("root 0", "root 1"),
+        ("barrier", "all_gather"),
+    ],
+)
+def test_different_calls_are_an_error_on_both_sides_with_both_sites(ranks, transport, first, second):
+    for text in ranks(3).run(diverging, transport, first, second):
+        assert "rank 0 on" in text or "rank 2 on" in text
+        assert "rank 1 on" in text
+        assert text.count("test_faults.py:") >= 2
+        assert "All ranks must make the same calls" in text
+        words = {"all_reduce": "all_reduce(float32[12], sum)", "big": "float32[1000000]", "root 1": "root 1"}
+        for name in (first, second):
+            assert words.get(name, "") in text
+
+
+def wrong_message(transport):
+    c = comm.connect(CommOptions(transport=transport, timeout=TIMEOUT))
+    try:
+        if c.rank == 0:
+            c.send(torch.ones(3), 1).wait()
+        else:
+            c.recv(torch.ones(4), 0).wait()
+        c.barrier().wait()
+    except Diverged as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_message_of_another_shape_is_an_error_on_both_sides(ranks, transport):
+    for text in ranks(2).run(wrong_message, transport):
+        assert "send(float32[3])" in text
+        assert "recv(float32[4])" in text
+        assert text.count("test_faults.py:") == 2
+
+
+def unchecked():
+    c = comm.connect(CommOptions(transport="c10d", check=False))
+    c.all_reduce(torch.ones(3)).wait()
+    return c.counters.total().control
+
+
+def test_the_fingerprint_over_c10d_can_be_turned_off(ranks):
+    assert ranks(2).run(unchecked) == [0, 0]
+
+
+class Records(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def late(transport, timeout, delay):
+    records = Records()
+    logging.getLogger("sherd").addHandler(records)
+    c = comm.connect(CommOptions(transport=transport, timeout=timeout, warn_after=0.3))
+    c.all_reduce(torch.ones(2)).wait()
+    dist.barrier()
+    if c.rank == 1:
+        time.sleep(delay)
+    try:
+        c.all_gather(torch.ones(3)).wait()
+        text = "no error"
+    except SherdError as error:
+        text = f"{type(error).__name__}: {error}"
+    logging.getLogger("sherd").removeHandler(records)
+    return text, records.lines
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_does_not_come_is_named_with_what_everyone_last_did(ranks, transport):
+    results = ranks(3).run(late, transport, 2.0, 4.0)
+    for rank in (0, 2):
+        text = results[rank][0]
+        assert text.startswith("TimedOut") or "did not come within" in text, text
+        assert "rank 1 on" in text.partition("did not come")[0]
+        assert "all_reduce(float32[2], sum) at" in text  # what rank 1 last did
+        assert "is in all_gather(float32[3]) at" in text
+    assert "did not come" in results[1][0] or "left" in results[1][0]  # it hears of it when it comes
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_busy_rank_gets_a_warning_with_its_name_and_no_error(ranks, transport):
+    results = ranks(2).run(late, transport, TIMEOUT, 1.6)
+    assert [text for text, _ in results] == ["no error"] * 2
+    warned = results[0][1]
+    assert 1 <= len(warned) <= 4
+    assert "rank 0 on" in warned[0]
+    assert "for rank 1 on" in warned[0]
+    assert not results[1][1]
+
+
+def leaves_early(transport):
+    c = comm.connect(CommOptions(transport=transport, timeout=TIMEOUT))
+    c.barrier().wait()
+    if c.rank == 0:
+        c.close()
+        c.close()
+        try:
+            c.barrier()
+        except CommClosed as error:
+            time.sleep(1.5)  # the process lives on: it is the communicator that was left
+            return str(error)
+    try:
+        c.all_reduce(torch.ones(3)).wait()
+    except PeerLost as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_left_is_named(ranks, transport):
+    closed, lost = ranks(2).run(leaves_early, transport)
+    assert "it was closed" in closed
+    assert re.search(r"rank 0 on \S+ \(pid \d+\) left", lost)
+
+
+def fails_in_user_code():
+    c = comm.connect(CommOptions(timeout=TIMEOUT))
+    c.barrier().wait()
+    if c.rank == 1:
+        sys.exit(3)
+    c.all_reduce(torch.ones(3)).wait()
+
+
+def test_a_rank_that_exits_is_named():
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(fails_in_user_code, 2, timeout=30)
+    assert "PeerLost: rank 1 on" in caught.value.failures[0]
+
+
+def connects_late(delay):
+    if int(os.environ["RANK"]) == 1:
+        time.sleep(delay)
+    try:
+        comm.connect(CommOptions(timeout=1.0)).close()
+    except SherdError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_does_not_connect_is_named(ranks):
+    first, second = ranks(2).run(connects_late, 3.0)
+    assert "ranks [1] did not come to the handshake" in first
+    assert "They may have given up before" in second
+
+
+SCRIPT = """
+import sys, time, torch
+from sherd import comm
+c = comm.connect()
+c.all_reduce(torch.ones(3)).wait()
+sys.stdout.write("ready\\n")
+sys.stdout.flush()
+if c.rank == 0:
+    time.sleep(60)
+c.barrier().wait()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_leaves_nothing_behind(tmp_path, number):
+    before = sockets()
+    script = tmp_path / "waits.py"
+    script.write_text(SCRIPT)
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "sherd.cli", "run", "-n", "2", str(script)], stdout=subprocess.PIPE, text=True
+    )
+    for _ in range(2):
+        assert "ready" in launcher.stdout.readline()
+    ranks = processes_running(script)
+    assert len(ranks) == 2
+    assert any("sherd" in name for pid in ranks for name in mapped(pid))  # memfds are there while it runs
+    launcher.send_signal(number)
+    assert launcher.wait(timeout=40) == 128 + number
+    assert not processes_running(script)
+    assert sockets() <= before
+
+
+def sockets():
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return {line.split()[-1] for line in lines if "@sherd-" in line}
+
+
+def processes_running(script):
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            words = (folder / "cmdline").read_text().split("\0")
+        except OSError:
+            continue
+        if str(script) in words and "sherd.cli" not in words:
+            found.append(folder)
+    return found
+
+
+def mapped(process):
+    return [line for line in (process / "maps").read_text().splitlines() if "memfd" in line]
