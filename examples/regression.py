@@ -38,7 +38,7 @@ def main() -> None:
             x, y = batch(step, arguments.batch)
             loss = nn.functional.mse_loss(model(x.chunk(ranks.world)[ranks.rank]), y.chunk(ranks.world)[ranks.rank])
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             # Issue all, then wait for all: the ranks work on every gradient at once.
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             for handle in [ranks.all_reduce(g, g, op="mean") for g in gradients]:

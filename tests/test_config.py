@@ -140,7 +140,7 @@ def test_comm_defaults():
         "host": None,
         "order": "tree",
         "chunk_bytes": 1 << 20,
-        "chunks": 8,
+        "chunks": 2,
     }
 
 

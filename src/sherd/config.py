@@ -96,8 +96,9 @@ class CommOptions(Options):
     chunk_bytes: int = 1 << 20
     """Bytes of one staging chunk of the host transport: a multiple of 4096."""
 
-    chunks: int = 8
-    """Staging chunks per rank of the host transport."""
+    chunks: int = 2
+    """Staging chunks per rank of the host transport: how far a stream may run ahead of its readers. Few stay in the
+    cache."""
 
     def validate(self) -> None:
         one_of(self, "transport", TRANSPORTS)

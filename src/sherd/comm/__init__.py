@@ -12,7 +12,7 @@ Read in this order: `base` (the interface), `handle`, `summation` (the order of 
 from __future__ import annotations
 
 from sherd.comm.base import Communicator
-from sherd.comm.c10d import C10dCommunicator
+from sherd.comm.c10d.communicator import C10dCommunicator
 from sherd.comm.calls import labelled
 from sherd.comm.codec import Cast, Codec
 from sherd.comm.connect import connect

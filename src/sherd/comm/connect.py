@@ -13,7 +13,7 @@ from torch.distributed import DistError, PrefixStore
 
 from sherd import observe
 from sherd.comm.base import Communicator
-from sherd.comm.c10d import C10dCommunicator
+from sherd.comm.c10d.communicator import C10dCommunicator
 from sherd.comm.exchange import StoreExchange
 from sherd.comm.host.communicator import HostCommunicator
 from sherd.comm.host.rendezvous import Meeting, meet

@@ -23,7 +23,7 @@ from sherd.comm.host.rendezvous import Link, meet
 from sherd.comm.host.scheduler import Scheduler
 from sherd.comm.host.shared import SharedMemory
 from sherd.comm.host.small import Finish, SmallPlan
-from sherd.comm.host.staging import Staging
+from sherd.comm.host.staging import SMALL_BYTES, SMALL_CHUNKS, Staging
 from sherd.comm.host.streams import Streams, Take
 from sherd.comm.host.waiting import Waiter
 from sherd.comm.summation import combine, cut_for, one_phase
@@ -54,9 +54,9 @@ class HostCommunicator(Communicator):
         self._peers = link.watch(options.timeout, range(world))
         waiter = Waiter(self._board, self._peers, self.names, options, spin=spins_pay(world))
         self._scheduler = Scheduler(self._board, waiter)
-        chunks = self._share("staging", Staging.nbytes(world, options.chunk_bytes, options.chunks))
-        staging = Staging(chunks, self._board, options.chunk_bytes, options.chunks)
-        self._streams = Streams(self._board, staging, self._memory, self.names, options.check)
+        small = self._ring("small", SMALL_BYTES, SMALL_CHUNKS)
+        large = self._ring("large", options.chunk_bytes, options.chunks)
+        self._streams = Streams(self._board, small, large, self._memory, self.names, options.check)
         channels = self._share("channels", Channels.nbytes(world))
         self._channels = Channels(channels, self._board, self._memory, self._scheduler, self.names)
         # Called by close(), or when nobody holds this communicator any more, or at the end of the process.
@@ -96,6 +96,10 @@ class HostCommunicator(Communicator):
         self._scheduler.abandon("it was closed")
         self._memory.forget()
         self._leave()
+
+    def _ring(self, label: str, chunk_bytes: int, chunks: int) -> Staging:
+        segment = self._share(label, Staging.nbytes(self.world, chunk_bytes, chunks))
+        return Staging(segment, self._board, chunk_bytes, chunks)
 
     def _share(self, label: str, nbytes: int) -> Segment:
         return self._link.share(label, nbytes, self.options.timeout)

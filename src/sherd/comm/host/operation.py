@@ -57,12 +57,13 @@ class Operation(Handle):
 class SteppedOperation(Operation):
     """An operation that is a generator."""
 
-    __slots__ = ("places", "site", "steps")
+    __slots__ = ("places", "site", "steps", "used")
 
     def __init__(self, scheduler: Scheduler, number: int, call: Call, site: Site) -> None:
         super().__init__(scheduler, number, call)
         self.site = site
         self.places: list[tuple[int, int, int]] | None = None  # where each rank's contribution lies, once checked
+        self.used = 0  # chunks of its movements so far
         self.steps: Steps
 
     def step(self) -> None:

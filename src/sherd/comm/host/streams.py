@@ -23,7 +23,7 @@ from sherd.comm.host.operation import Need, Operation, SteppedOperation, Steps
 from sherd.comm.host.scheduler import Scheduler
 from sherd.comm.host.shared import STAGED, Place, SharedMemory
 from sherd.comm.host.small import Finish, SmallOperation, SmallPlan
-from sherd.comm.host.staging import SMALL_BYTES, Geometry, Staging
+from sherd.comm.host.staging import Geometry, Staging, is_small
 from sherd.errors import Diverged
 
 Take = Callable[[int, int, list[Tensor]], None]
@@ -37,9 +37,11 @@ Receive = Callable[[int, int, int], None]
 class Streams:
     """Moves tensors between the ranks of a host. The generators are the steps of operations."""
 
-    def __init__(self, board: Board, staging: Staging, memory: SharedMemory, names: Sequence[str], check: bool) -> None:
+    def __init__(
+        self, board: Board, small: Staging, large: Staging, memory: SharedMemory, names: Sequence[str], check: bool
+    ) -> None:
         self._board = board
-        self._staging = staging
+        self._small, self._large = small, large
         self._memory = memory
         self._names = names
         self._check = check
@@ -61,36 +63,41 @@ class Streams:
         `last` unless other movements of the same operation follow.
         """
         rank, world = self._rank, self._world
-        whole = codec is None and self._staging.is_small(world * cut * source.element_size())
-        g = self._scatter_geometry(o.call, cut, source.element_size(), codec)
+        whole = codec is None and is_small(world * cut * source.element_size())
+        staging = self._small if whole else self._large
+        # Without a codec nobody reads its own piece, so it needs no room; but one copy costs less than several small.
+        pieces = world if codec or whole else world - 1
+        g = self._geometry(o.call, cut, pieces, source.element_size(), codec, staging)
         mine = min(cut, max(source.numel() - rank * cut, 0))
         lent = self._lend(source, codec)
 
         def stage(chunk: int, index: int) -> None:
             if whole:
-                self._write(chunk, 0, source, None)
+                self._write(staging, chunk, 0, source, None)
                 return
             for r in range(world):
                 start = r * cut + index * g.elements
                 stop = min(start + g.elements, (r + 1) * cut, source.numel())
                 if start < stop and (codec or r != rank):
-                    self._write(chunk, _piece(r, rank, codec) * g.stride, source[start:stop], codec)
+                    self._write(staging, chunk, _piece(r, rank, codec) * g.stride, source[start:stop], codec)
 
         def part(r: int, start: int, stop: int, index: int) -> Tensor:
             if r == rank and codec is None:
                 return source[rank * cut + start : rank * cut + stop]
             offset = rank * cut * source.element_size() if whole else _piece(rank, r, codec) * g.stride
-            return self._read(o, r, rank * cut + start, index, offset, stop - start, source.dtype, codec)
+            return self._read(o, staging, r, rank * cut + start, index, offset, stop - start, source.dtype, codec)
 
         def receive(start: int, stop: int, index: int) -> None:
             stop = min(stop, mine)
             if start < stop:
                 take(start, stop, [part(r, start, stop, index) for r in range(world)])
 
-        yield from self._announce(o, lent)
-        yield from self._stream(o, g, cut, None if lent[0] >= 0 else stage, receive, range(world), last=last)
+        yield from self._announce(o, lent, staging)
+        stages = None if lent[0] >= 0 else stage
+        yield from self._stream(o, staging, g, cut, stages, receive, range(world), last=last)
         if lent[0] >= 0:
             yield self._done_by_peers, o.base + g.chunks
+        o.used = g.chunks
 
     def gather(
         self,
@@ -103,8 +110,10 @@ class Streams:
     ) -> Steps:
         """Give every rank `source`, at most `cut` elements, and take what each of `contributors` gave."""
         lent = self._lend(source, codec) if self._rank in contributors else STAGED
-        yield from self._announce(o, lent)
-        g = yield from self._gather(o, source, cut, contributors, codec, take, lent)
+        small = codec is None and is_small(cut * source.element_size())
+        staging = self._small if small else self._large
+        yield from self._announce(o, lent, staging)
+        g = yield from self._gather(o, staging, source, cut, contributors, codec, take, lent)
         if lent[0] >= 0:
             yield self._done_by_peers, o.base + g.chunks
 
@@ -113,13 +122,12 @@ class Streams:
     ) -> Steps:
         """A scatter whose `take` fills `mine`, then a gather of every rank's `mine`, used by `spread`."""
         yield from self.scatter(o, source, cut, codec, take, last=False)
-        first = self._scatter_geometry(o.call, cut, source.element_size(), codec).chunks
-        yield from self._gather(o, mine, cut, range(self._world), codec, spread, STAGED, first)
+        yield from self._gather(o, self._large, mine, cut, range(self._world), codec, spread, STAGED, o.used)
 
     def publish(self, o: SteppedOperation, source: Tensor, place: Tensor) -> Steps:
         """Write `source` into its `place` in a tensor that all ranks share, when none of them still reads the old."""
         in_place = source.data_ptr() == place.data_ptr() and source.dtype == place.dtype
-        yield from self._announce(o, STAGED)
+        yield from self._announce(o, STAGED, self._small)
         yield from self._meet(o)
         if not in_place:
             place.copy_(source)
@@ -132,19 +140,19 @@ class Streams:
         self, call: Call, numel: int, dtype: torch.dtype, cut: int, contributors: Sequence[int], finish: Finish
     ) -> SmallPlan | None:
         """A plan for contributions of `numel` elements of which each rank reads `cut`, if they are small."""
-        if not self._staging.is_small(numel * dtype.itemsize):
+        if not is_small(numel * dtype.itemsize):
             return None
         offset = self._rank * cut * dtype.itemsize if cut < numel else 0
-        views = [self._staging.views(r, offset, cut, dtype) for r in range(self._world)]
+        views = [self._small.views(r, offset, cut, dtype) for r in range(self._world)]
         gives = self._rank in contributors and numel > 0
-        mine = self._staging.views(self._rank, 0, numel, dtype) if gives else None
+        mine = self._small.views(self._rank, 0, numel, dtype) if gives else None
         return SmallPlan(call, mine, views if numel else [], list(contributors) if numel else [], finish)
 
     def start_small(
         self, scheduler: Scheduler, number: int, plan: SmallPlan, source: Tensor, target: Tensor
     ) -> SmallOperation | None:
         """Issue a small call, or None where there is no room at once: the general way waits for it."""
-        staging = self._staging
+        staging = self._small
         if number > self._headers_free or staging.free_after():
             return None
         o = SmallOperation(scheduler, number, plan, target, self)
@@ -159,7 +167,7 @@ class Streams:
 
     def finish_small(self, o: SmallOperation) -> None:
         board, plan = self._board, o.plan
-        words, chunks, within = board.words, self._staging.chunks, o.number % HEADERS * HEADER_WORDS
+        words, chunks, within = board.words, self._small.chunks, o.number % HEADERS * HEADER_WORDS
         parts = []
         for r, start_of_headers in enumerate(board.headers):
             header = start_of_headers + within
@@ -180,22 +188,23 @@ class Streams:
         A small one is staged all the same. A copy costs less than waiting for readers, and an all-reduce in place may
         write over a small contribution while others read it.
         """
-        if codec is not None or source.numel() * source.element_size() <= SMALL_BYTES:
+        if codec is not None or is_small(source.numel() * source.element_size()):
             return STAGED
         return self._memory.find(source)
 
-    def _announce(self, o: SteppedOperation, lent: Place) -> Steps:
+    def _announce(self, o: SteppedOperation, lent: Place, staging: Staging) -> Steps:
         """Write the header of an operation; its first contribution follows."""
         if o.number > self._headers_free:
             lowest = min(self._board.words[index] for index in self._done_by_peers)
             if lowest < progress(o.number - HEADERS + 1):
                 yield self._done_by_peers, progress(o.number - HEADERS + 1)
             self._headers_free = max(o.number, (lowest >> CHUNK_BITS) + HEADERS - 1)
-        self._board.write_header(o.number, o.call, o.site, lent, self._staging.written)
+        self._board.write_header(o.number, o.call, o.site, lent, staging.written)
 
     def _gather(
         self,
         o: SteppedOperation,
+        staging: Staging,
         source: Tensor,
         cut: int,
         contributors: Sequence[int],
@@ -205,29 +214,30 @@ class Streams:
         first: int = 0,
     ) -> Generator[Need, None, Geometry]:
         rank = self._rank
-        g = self._geometry(o.call, cut, 1, source.element_size(), codec)
+        g = self._geometry(o.call, cut, 1, source.element_size(), codec, staging)
         gives = rank in contributors
 
         def stage(chunk: int, index: int) -> None:
             piece = source[index * g.elements : (index + 1) * g.elements]
             if piece.numel():
-                self._write(chunk, 0, piece, codec)
+                self._write(staging, chunk, 0, piece, codec)
 
         def part(r: int, start: int, stop: int, index: int) -> Tensor:
             if r == rank and codec is None:
                 return source[start:stop]
-            return self._read(o, r, start, index, 0, stop - start, source.dtype, codec, first)
+            return self._read(o, staging, r, start, index, 0, stop - start, source.dtype, codec, first)
 
         def receive(start: int, stop: int, index: int) -> None:
             take(start, stop, [part(r, start, stop, index) for r in contributors])
 
         staged = gives and lent[0] < 0
-        yield from self._stream(o, g, cut, stage if staged else None, receive, contributors, first)
+        yield from self._stream(o, staging, g, cut, stage if staged else None, receive, contributors, first)
         return g
 
     def _stream(
         self,
         o: SteppedOperation,
+        staging: Staging,
         g: Geometry,
         numel: int,
         stage: Stage | None,
@@ -241,7 +251,7 @@ class Streams:
         `first` is the number of chunks that earlier movements of the operation used. Without `stage`, this rank
         contributes nothing, or what it lends.
         """
-        staging, base, count = self._staging, o.base + first, g.chunks
+        base, count = o.base + first, g.chunks
         if count == 0:
             o.staged_all = last
             yield from self._meet(o, first)
@@ -303,16 +313,17 @@ class Streams:
         faults.emit_fault(error)
         return error
 
-    def _write(self, chunk: int, offset: int, piece: Tensor, codec: Codec | None) -> None:
+    def _write(self, staging: Staging, chunk: int, offset: int, piece: Tensor, codec: Codec | None) -> None:
         if codec is None:
-            self._staging.view(self._rank, chunk, offset, piece.numel(), piece.dtype).copy_(piece)
+            staging.view(self._rank, chunk, offset, piece.numel(), piece.dtype).copy_(piece)
         else:
-            wire = self._staging.view(self._rank, chunk, offset, codec.wire_bytes(piece.numel()), torch.uint8)
+            wire = staging.view(self._rank, chunk, offset, codec.wire_bytes(piece.numel()), torch.uint8)
             codec.encode(piece, wire)
 
     def _read(
         self,
         o: SteppedOperation,
+        staging: Staging,
         rank: int,
         element: int,
         index: int,
@@ -330,23 +341,19 @@ class Streams:
         if segment < 0:
             chunk += first
         if codec is None:
-            return self._staging.view(rank, chunk + index, offset, numel, dtype)
-        wire = self._staging.view(rank, chunk + index, offset, codec.wire_bytes(numel), torch.uint8)
+            return staging.view(rank, chunk + index, offset, numel, dtype)
+        wire = staging.view(rank, chunk + index, offset, codec.wire_bytes(numel), torch.uint8)
         return decoded(codec, wire, numel, dtype)
 
-    def _scatter_geometry(self, call: Call, cut: int, itemsize: int, codec: Codec | None) -> Geometry:
-        # Without a codec nobody reads its own piece, so it needs no room. A small contribution is staged whole all the
-        # same: one copy costs less than several.
-        whole = codec is None and self._staging.is_small(self._world * cut * itemsize)
-        return self._geometry(call, cut, self._world if codec or whole else self._world - 1, itemsize, codec)
-
-    def _geometry(self, call: Call, numel: int, pieces: int, itemsize: int, codec: Codec | None) -> Geometry:
+    def _geometry(
+        self, call: Call, numel: int, pieces: int, itemsize: int, codec: Codec | None, staging: Staging
+    ) -> Geometry:
         key = (call, pieces, itemsize)
         geometry = self._geometries.get(key)
         if geometry is None:
             if len(self._geometries) > 4096:
                 self._geometries.clear()
-            geometry = Geometry.fit(numel, pieces, self._staging.chunk_bytes, itemsize, codec)
+            geometry = Geometry.fit(numel, pieces, staging.chunk_bytes, itemsize, codec)
             self._geometries[key] = geometry
         return geometry
 

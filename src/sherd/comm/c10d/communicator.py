@@ -1,4 +1,4 @@
-"""The c10d transport: over any process group of torch.distributed.
+"""The operations of the c10d transport.
 
 Data moves as bytes with the backend's all-to-all, all-gather and broadcast; sums are taken here, in the order of the
 tree. On gloo that is also faster than its own reduce-scatter, which is an all-reduce and sends twice what is needed.
@@ -11,7 +11,7 @@ garbage, a hang or a crash. `check=False` spares that message.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,27 +21,17 @@ from torch.distributed import PrefixStore
 
 from sherd.comm import faults
 from sherd.comm.base import Communicator
+from sherd.comm.c10d.slices import Slices, Steps, as_bytes
+from sherd.comm.c10d.watchdog import Watchdog
 from sherd.comm.calls import Call, call_site, site_text
-from sherd.comm.codec import Codec, decoded
+from sherd.comm.codec import Codec
 from sherd.comm.handle import Handle
 from sherd.comm.host.peers import Peers
-from sherd.comm.summation import combine, cut_for, one_phase
-from sherd.comm.watchdog import Watchdog
+from sherd.comm.summation import cut_for, one_phase
 from sherd.config import CommOptions
 from sherd.errors import CommClosed, CommError
 
 _HEADER = struct.Struct("<Q504s")  # fingerprint, call and site
-_REDUCE = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.AVG,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
-
-
-Steps = Generator[dist.Work | None, None, None]
-SliceSteps = Generator[dist.Work | None, None, Sequence[Tensor]]
 
 
 class C10dHandle(Handle):
@@ -88,6 +78,7 @@ class C10dCommunicator(Communicator):
         self._group = group
         self._number = 0
         self._broken: str | None = None
+        self._slices = Slices(group, self.tree, self.rank)
         self._peers = peers
         self._device = torch.device("cpu") if "gloo" in dist.get_backend_config(group) else torch.device("cuda")
         store = PrefixStore("sherd", dist.distributed_c10d._get_process_group_store(group))
@@ -116,41 +107,37 @@ class C10dCommunicator(Communicator):
     def _reduce_scatter(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
         def steps() -> Steps:
             if self.options.order == "transport" and codec is None:
-                reduced = target if target.dtype == source.dtype else torch.empty_like(source[: target.numel()])
-                yield dist.reduce_scatter_single(reduced, source, _REDUCE[op], self._group, async_op=True)
-                if reduced is not target:
-                    target.copy_(reduced)
-            else:
-                yield from self._reduce_slices(source, target, op, codec)
+                return self._slices.backend_reduce_scatter(source, target, op)
+            return self._slices.reduce(source, target, target.numel(), op, codec)
 
         return self._issue(call, (self.world - 1) * _wire_bytes(target.numel(), source, codec), steps)
 
     def _all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
         payload = (self.world - 1) * _wire_bytes(source.numel(), source, codec)
-        return self._issue(call, payload, lambda: self._gather_slices(source, target, codec))
+        return self._issue(call, payload, lambda: self._slices.gather(source, target, codec))
 
     def _all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
         numel, peers = source.numel(), self.world - 1
         if self.options.order == "transport" and codec is None:
             payload = 2 * peers * _wire_bytes(numel, source) // self.world
-            return self._issue(call, payload, lambda: self._transport_all_reduce(source, target, op))
+            return self._issue(call, payload, lambda: self._slices.backend_all_reduce(source, target, op))
         if one_phase(numel * source.element_size(), codec):
             payload = peers * _wire_bytes(numel, source)
-            return self._issue(call, payload, lambda: self._gather_and_reduce(source, target, op))
+            return self._issue(call, payload, lambda: self._slices.gather_and_reduce(source, target, op))
         cut = cut_for(numel, self.world, codec)
         payload = peers * (_wire_bytes(cut, source, codec) + _wire_bytes(cut, target, codec))
-        return self._issue(call, payload, lambda: self._reduce_then_gather(source, target, cut, op, codec))
+        return self._issue(call, payload, lambda: self._slices.reduce_and_gather(source, target, cut, op, codec))
 
     def _broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
         def steps() -> Steps:
-            yield dist.broadcast(_bytes(target), group=self._group, group_src=root, async_op=True)
+            yield dist.broadcast(as_bytes(target), group=self._group, group_src=root, async_op=True)
 
         payload = (self.world - 1) * _wire_bytes(target.numel(), target) if self.rank == root else 0
         return self._issue(call, payload, steps)
 
     def _all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
         def steps() -> Steps:
-            yield dist.all_to_all_single(_bytes(target), _bytes(source), group=self._group, async_op=True)
+            yield dist.all_to_all_single(as_bytes(target), as_bytes(source), group=self._group, async_op=True)
 
         return self._issue(call, (self.world - 1) * _wire_bytes(source.numel() // self.world, source), steps)
 
@@ -169,7 +156,7 @@ class C10dCommunicator(Communicator):
             if self.options.check:
                 works.append(dist.isend(header, group=self._group, group_dst=to))
             if source.numel():
-                works.append(dist.isend(_bytes(source), group=self._group, group_dst=to))
+                works.append(dist.isend(as_bytes(source), group=self._group, group_dst=to))
             yield from works
 
         return self._message(call, _wire_bytes(source.numel(), source), to, steps)
@@ -182,66 +169,9 @@ class C10dCommunicator(Communicator):
                 yield dist.irecv(sent, group=self._group, group_src=source)
                 self._compare([(self.rank, header), (source, sent)])
             if target.numel():
-                yield dist.irecv(_bytes(target), group=self._group, group_src=source)
+                yield dist.irecv(as_bytes(target), group=self._group, group_src=source)
 
         return self._message(call, 0, source, steps)
-
-    # ---------------------------------------------------------------- their parts
-
-    def _exchange_slices(self, source: Tensor, cut: int, codec: Codec | None) -> SliceSteps:
-        """Give rank r slice r of `source`; the slices that all ranks gave this one."""
-        if codec is None:
-            received = torch.empty_like(source)
-            yield dist.all_to_all_single(_bytes(received), _bytes(source), group=self._group, async_op=True)
-            return received.view(self.world, cut).unbind()
-        wire = torch.empty(self.world, codec.wire_bytes(cut), dtype=torch.uint8, device=source.device)
-        for row, piece in zip(wire, source.view(self.world, cut), strict=True):
-            codec.encode(piece, row)
-        arrived = torch.empty_like(wire)
-        yield dist.all_to_all_single(arrived.view(-1), wire.view(-1), group=self._group, async_op=True)
-        return [decoded(codec, row, cut, source.dtype) for row in arrived]
-
-    def _reduce_slices(self, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Steps:
-        parts = yield from self._exchange_slices(source, target.numel(), codec)
-        combine(self.tree, parts, target, op)
-
-    def _gather_slices(self, source: Tensor, target: Tensor, codec: Codec | None) -> Steps:
-        if codec is None and source.dtype == target.dtype:
-            yield dist.all_gather_single(_bytes(target), _bytes(source), group=self._group, async_op=True)
-            return
-        wire = torch.empty(_wire_bytes(source.numel(), source, codec), dtype=torch.uint8, device=source.device)
-        if codec is None:
-            wire = _bytes(source)
-        else:
-            codec.encode(source, wire)
-        arrived = torch.empty(self.world, wire.numel(), dtype=torch.uint8, device=source.device)
-        yield dist.all_gather_single(arrived.view(-1), wire, group=self._group, async_op=True)
-        for place, row in zip(target.view(self.world, -1), arrived, strict=True):
-            # As on every transport, what arrives has the dtype of what was given before it is cast to the output's.
-            place.copy_(decoded(codec, row, source.numel(), source.dtype) if codec else row.view(source.dtype))
-
-    def _gather_and_reduce(self, source: Tensor, target: Tensor, op: str) -> Steps:
-        everything = torch.empty(self.world, source.numel(), dtype=source.dtype, device=source.device)
-        yield from self._gather_slices(source, everything.view(-1), None)
-        combine(self.tree, everything.unbind(), target, op)
-
-    def _reduce_then_gather(self, source: Tensor, target: Tensor, cut: int, op: str, codec: Codec | None) -> Steps:
-        padded = _padded(source, self.world * cut)
-        mine = torch.empty(cut, dtype=target.dtype, device=target.device)
-        yield from self._reduce_slices(padded, mine, op, codec)
-        mine[max(source.numel() - self.rank * cut, 0) :].zero_()  # a lossy codec has smeared something over the padding
-        whole = target if target.numel() == self.world * cut else torch.empty_like(padded, dtype=target.dtype)
-        yield from self._gather_slices(mine, whole, codec)
-        if whole is not target:
-            target.copy_(whole[: target.numel()])
-
-    def _transport_all_reduce(self, source: Tensor, target: Tensor, op: str) -> Steps:
-        reduced = target if target.dtype == source.dtype else torch.empty_like(source)
-        if reduced.data_ptr() != source.data_ptr():
-            reduced.copy_(source)
-        yield dist.all_reduce(reduced, _REDUCE[op], self._group, async_op=True)
-        if reduced is not target:
-            target.copy_(reduced)
 
     # ---------------------------------------------------------------- checking and waiting
 
@@ -312,18 +242,6 @@ class C10dCommunicator(Communicator):
         except BaseException as error:
             self._broken = f"it was interrupted by {type(error).__name__}"
             raise
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)
-
-
-def _padded(source: Tensor, numel: int) -> Tensor:
-    if source.numel() == numel:
-        return source
-    padded = torch.zeros(numel, dtype=source.dtype, device=source.device)
-    padded[: source.numel()] = source
-    return padded
 
 
 def _wire_bytes(numel: int, tensor: Tensor, codec: Codec | None = None) -> int:

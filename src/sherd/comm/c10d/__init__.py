@@ -1,0 +1,4 @@
+"""The c10d transport: over any process group of torch.distributed.
+
+Read in this order: `communicator` (the operations), `slices` (how their data moves), `watchdog` (waiting).
+"""

@@ -1,0 +1,188 @@
+"""How slices move over a process group: generators that yield the backend's work they need completed to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sherd.comm.codec import Codec, decoded
+from sherd.comm.summation import SummationTree, combine
+
+Steps = Generator[dist.Work | None, None, None]
+Pair = tuple[Tensor, Tensor]
+
+# A large exchange goes a few MB at a time, the next while the last is added: memory stays bounded and in the cache.
+EXCHANGE_BYTES = 4 << 20
+
+_REDUCE = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+class Slices:
+    """Moves and reduces slices between the ranks of a group. A tensor is cut into one slice of `cut` elements per rank;
+    the last slices may be shorter."""
+
+    def __init__(self, group: dist.ProcessGroup, tree: SummationTree, rank: int) -> None:
+        self._group = group
+        self._tree = tree
+        self._rank, self._world = rank, tree.world
+        self._buffers: list[Tensor] = []
+
+    def reduce(self, source: Tensor, target: Tensor, cut: int, op: str, codec: Codec | None) -> Steps:
+        """Reduce this rank's slice of everybody's `source` into `target`."""
+        if codec is not None:
+            yield from self._reduce_encoded(_padded(source, self._world * cut), target, op, codec)
+        elif source.numel() == self._world * cut and source.numel() * source.element_size() <= EXCHANGE_BYTES:
+            received = torch.empty_like(source)
+            yield self._all_to_all(received, source)
+            combine(self._tree, received.view(self._world, cut).unbind(), target, op)
+        else:
+            yield from self._reduce_in_pieces(source, target, cut, op)
+
+    def gather(self, source: Tensor, target: Tensor, codec: Codec | None) -> Steps:
+        """Everybody's `source`, in rank order."""
+        if codec is None and source.dtype == target.dtype:
+            yield self._all_gather(target, source)
+            return
+        wire = as_bytes(source)
+        if codec is not None:
+            wire = torch.empty(codec.wire_bytes(source.numel()), dtype=torch.uint8, device=source.device)
+            codec.encode(source, wire)
+        arrived = torch.empty(self._world, wire.numel(), dtype=torch.uint8, device=source.device)
+        yield self._all_gather(arrived.view(-1), wire)
+        for place, row in zip(target.view(self._world, -1), arrived, strict=True):
+            # As on every transport, what arrives has the dtype of what was given before it is cast to the output's.
+            place.copy_(decoded(codec, row, source.numel(), source.dtype) if codec else row.view(source.dtype))
+
+    def gather_and_reduce(self, source: Tensor, target: Tensor, op: str) -> Steps:
+        """Everybody's `source`, reduced here."""
+        everything = torch.empty(self._world, source.numel(), dtype=source.dtype, device=source.device)
+        yield from self.gather(source, everything.view(-1), None)
+        combine(self._tree, everything.unbind(), target, op)
+
+    def reduce_and_gather(self, source: Tensor, target: Tensor, cut: int, op: str, codec: Codec | None) -> Steps:
+        """Each rank reduces its slice, then everybody gathers them."""
+        mine = target[self._rank * cut : (self._rank + 1) * cut]
+        yield from self.reduce(source, mine, cut, op, codec)
+        if codec is not None:
+            whole = torch.empty(self._world * cut, dtype=target.dtype, device=target.device)
+            yield from self.gather(_padded(mine, cut), whole, codec)
+            target.copy_(whole[: target.numel()])
+        elif target.numel() == self._world * cut:
+            yield from self.gather(mine, target, None)
+        else:
+            yield from self._gather_in_pieces(mine, target, cut)
+
+    # ---------------------------------------------------------------- in the backend's own order
+
+    def backend_reduce_scatter(self, source: Tensor, target: Tensor, op: str) -> Steps:
+        reduced = target if target.dtype == source.dtype else torch.empty_like(source[: target.numel()])
+        yield dist.reduce_scatter_single(reduced, source, _REDUCE[op], self._group, async_op=True)
+        if reduced is not target:
+            target.copy_(reduced)
+
+    def backend_all_reduce(self, source: Tensor, target: Tensor, op: str) -> Steps:
+        reduced = target if target.dtype == source.dtype else torch.empty_like(source)
+        if reduced.data_ptr() != source.data_ptr():
+            reduced.copy_(source)
+        yield dist.all_reduce(reduced, _REDUCE[op], self._group, async_op=True)
+        if reduced is not target:
+            target.copy_(reduced)
+
+    # ---------------------------------------------------------------- parts
+
+    def _reduce_encoded(self, source: Tensor, target: Tensor, op: str, codec: Codec) -> Steps:
+        cut = source.numel() // self._world
+        wire = torch.empty(self._world, codec.wire_bytes(cut), dtype=torch.uint8, device=source.device)
+        for row, piece in zip(wire, source.view(self._world, cut), strict=True):
+            codec.encode(piece, row)
+        arrived = torch.empty_like(wire)
+        yield self._all_to_all(arrived.view(-1), wire.view(-1))
+        parts = [decoded(codec, row, cut, source.dtype)[: target.numel()] for row in arrived]
+        combine(self._tree, parts, target, op)
+
+    def _reduce_in_pieces(self, source: Tensor, target: Tensor, cut: int, op: str) -> Steps:
+        with self._scratch(source) as pairs:
+            width = pairs[0][0].numel() // self._world
+            starts = range(0, cut, width)
+            under_way = []
+            for index, start in enumerate(starts):
+                work, arriving = self._exchange_piece(source, cut, start, min(start + width, cut), pairs[index % 2])
+                under_way.append((work, start, arriving))
+                if len(under_way) == len(pairs):
+                    yield from self._reduce_piece(*under_way.pop(0), target, op)
+            for piece in under_way:
+                yield from self._reduce_piece(*piece, target, op)
+
+    def _exchange_piece(
+        self, source: Tensor, cut: int, start: int, stop: int, pair: Pair
+    ) -> tuple[dist.Work | None, Tensor]:
+        send, receive = (buffer[: self._world * (stop - start)] for buffer in pair)
+        for r, row in enumerate(send.view(self._world, -1)):
+            piece = source[r * cut + start : min(r * cut + stop, source.numel())]
+            row[: piece.numel()].copy_(piece)
+        return self._all_to_all(receive, send), receive
+
+    def _reduce_piece(self, work: dist.Work | None, start: int, arrived: Tensor, target: Tensor, op: str) -> Steps:
+        yield work
+        rows = arrived.view(self._world, -1)
+        place = target[start : start + rows.shape[1]]
+        combine(self._tree, [row[: place.numel()] for row in rows], place, op)
+
+    def _gather_in_pieces(self, mine: Tensor, target: Tensor, cut: int) -> Steps:
+        with self._scratch(target) as pairs:
+            send, receive = pairs[0]
+            width = send.numel() // self._world
+            for start in range(0, cut, width):
+                given = send[: min(width, cut - start)]
+                piece = mine[start : start + given.numel()]
+                given[: piece.numel()].copy_(piece)
+                arrived = receive[: self._world * given.numel()]
+                yield self._all_gather(arrived, given)
+                for r, part in enumerate(arrived.view(self._world, -1)):
+                    stop = min(r * cut + start + given.numel(), target.numel())
+                    place = target[min(r * cut + start, stop) : stop]
+                    place.copy_(part[: place.numel()])
+
+    @contextmanager
+    def _scratch(self, like: Tensor) -> Iterator[tuple[Pair, Pair]]:
+        """Two pairs of buffers. They are kept: touching new pages costs as much as sending what they hold."""
+        whole = self._buffers.pop() if self._buffers else None
+        if whole is None or whole.device != like.device:
+            whole = torch.empty(4 * EXCHANGE_BYTES, dtype=torch.uint8, device=like.device)
+        a, b, c, d = whole.view(like.dtype).chunk(4)
+        yield (a, b), (c, d)
+        self._buffers.append(whole)
+
+    def _all_to_all(self, output: Tensor, input: Tensor) -> dist.Work | None:
+        work: dist.Work | None = dist.all_to_all_single(
+            as_bytes(output), as_bytes(input), group=self._group, async_op=True
+        )
+        return work
+
+    def _all_gather(self, output: Tensor, input: Tensor) -> dist.Work | None:
+        work: dist.Work | None = dist.all_gather_single(
+            as_bytes(output), as_bytes(input), group=self._group, async_op=True
+        )
+        return work
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+def _padded(source: Tensor, numel: int) -> Tensor:
+    if source.numel() == numel:
+        return source
+    padded = torch.zeros(numel, dtype=source.dtype, device=source.device)
+    padded[: source.numel()] = source
+    return padded
