@@ -1,10 +1,12 @@
 """gloo and sherd's transports, interleaved in one run: `python -m benchmarks.collectives`.
 
-In every round each contender has its turn, one after the other on the same ranks, so that whatever else the machine does
-hits all of them alike. A turn is one operation, or as many small ones as make up 2 MB. Reported are medians over the
-rounds and ratios of medians. Each rank uses one thread. `host` copies private tensors in; `host zero-copy` reads them
-from buffers that the ranks share. `alone` is the least that any transport must do, with nobody to talk to: a rank adds,
-or copies, as many private bytes as the operation leaves in its memory.
+In every round each contender has its turn, one after the other on the same ranks, so that whatever else the machine
+does hits all of them alike. A turn is one operation, or as many small ones as make up 2 MB. Reported are medians over
+the rounds and ratios of medians. Each rank uses one thread for its arithmetic.
+
+`host` copies private tensors in; `host zero-copy` reads them from buffers that the ranks share. `alone` is the least
+that any transport must do, with nobody to talk to: a rank adds, or copies, as many private bytes as the operation
+leaves in its memory.
 """
 
 from __future__ import annotations

@@ -307,7 +307,9 @@ def _flat(tensor: Tensor) -> Tensor:
 def _output(input: Tensor, output: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
     """The tensor to return and the flat contiguous tensor to write (another one where `output` has gaps)."""
     if output is None:
-        output = torch.empty(form.shape, dtype=form.dtype, device=input.device)
+        output = (
+            input.new_empty(form.shape) if form.dtype == input.dtype else input.new_empty(form.shape, dtype=form.dtype)
+        )
     target = output.detach() if output.requires_grad else output
     if target.is_contiguous():
         return output, target if target.dim() == 1 else target.view(-1)

@@ -143,8 +143,7 @@ class Channels:
         if not 0 < source.numel() * source.element_size() <= CHUNK_BYTES or self._scheduler.has_messages:
             return False
         taken = self._board.words[end.taken]
-        room = taken >= end.free_after[end.written % CHUNKS]
-        return room and taken >= progress(end.messages + 2 - _MESSAGES) and self._memory.find(source)[0] < 0
+        return taken >= end.free_after[end.written % CHUNKS] and taken >= progress(end.messages + 2 - _MESSAGES)
 
     def _write_header(self, end: _End, number: int, call: Call, site: Site, lent: Place) -> None:
         text = self._texts.get((call, site))

@@ -8,6 +8,7 @@ move on whenever the rank waits for anything.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from sherd.comm.host import futex
 from sherd.comm.host.board import Board
@@ -54,7 +55,7 @@ class Scheduler:
             while self._collectives:
                 self.complete(self._collectives[0])
             while not operation.posted:
-                self._until_met(operation)
+                self._wait(*operation.need)
                 self._step(operation)
         self._collectives.append(operation)
         return operation
@@ -72,19 +73,16 @@ class Scheduler:
 
     def complete(self, operation: Operation) -> None:
         """Run `operation`, and the collectives issued before it, to the end."""
-        if self._broken is not None and not operation.finished:
+        if self._broken is not None:
             raise self._closed()
-        collectives = self._collectives
         if self._messages and operation in self._messages:
             self._run(operation)
             if operation in self._messages:  # it may have been moved to its end while this rank waited for it
                 self._messages.remove(operation)
             return
         while not operation.finished:
-            self._run(collectives[0])
-            if not collectives:
-                raise self._closed()  # abandoned meanwhile
-            collectives.popleft()
+            self._run(self._collectives[0])
+            self._collectives.popleft()
 
     def try_complete(self, operation: Operation) -> bool:
         """Move on without waiting; whether `operation` is finished."""
@@ -105,21 +103,21 @@ class Scheduler:
     # ---------------------------------------------------------------- private
 
     def _run(self, operation: Operation) -> None:
+        words = self._words
         while not operation.finished:
-            self._until_met(operation)
+            indices, target = operation.need
+            for index in indices:
+                if words[index] < target:
+                    self._wait(indices, target)
+                    break
             self._step(operation)
 
-    def _until_met(self, operation: Operation) -> None:
-        indices, target = operation.need
-        words = self._words
-        for index in indices:
-            if words[index] < target:
-                try:
-                    self._waiter.until(indices, target, self._move_messages if self._messages else None)
-                except BaseException as error:
-                    self.abandon(error)
-                    raise
-                return
+    def _wait(self, indices: Sequence[int], target: int) -> None:
+        try:
+            self._waiter.until(indices, target, self._move_messages if self._messages else None)
+        except BaseException as error:
+            self.abandon(error)
+            raise
 
     def _step(self, operation: Operation) -> None:
         """The part of `operation` up to its next need, which is known to be met."""
@@ -135,8 +133,9 @@ class Scheduler:
         words = self._words
         while not operation.finished:
             indices, target = operation.need
-            if any(words[index] < target for index in indices):
-                return False
+            for index in indices:
+                if words[index] < target:
+                    return False
             self._step(operation)
         return True
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+
 import torch
 from torch import Tensor
 
@@ -19,20 +21,28 @@ class SharedMemory:
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
+        self._starts: list[int] = []  # their addresses, ascending
+        self._by_address: list[int] = []  # their numbers in that order
         self._common: list[bool] = []
         self._views: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
 
     def add(self, segment: Segment, common: bool) -> None:
         """Register a segment; `common` if all ranks use it as one tensor and not as a buffer each."""
+        at = bisect.bisect(self._starts, segment.address)
+        self._starts.insert(at, segment.address)
+        self._by_address.insert(at, len(self._segments))
         self._segments.append(segment)
         self._common.append(common)
 
     def find(self, tensor: Tensor) -> Place:
-        if self._segments and tensor.device.type == "cpu":
+        if self._segments and tensor.is_cpu:
             address = tensor.data_ptr()
-            for number, segment in enumerate(self._segments):
-                if segment.address <= address < segment.address + segment.nbytes:
-                    return number, address - segment.address
+            number = bisect.bisect_right(self._starts, address) - 1
+            if number >= 0:
+                segment = self._by_address[number]
+                offset = address - self._segments[segment].address
+                if offset < self._segments[segment].nbytes:
+                    return segment, offset
         return STAGED
 
     def is_common(self, tensor: Tensor) -> bool:
@@ -50,5 +60,7 @@ class SharedMemory:
 
     def forget(self) -> None:
         self._segments.clear()
+        self._starts.clear()
+        self._by_address.clear()
         self._common.clear()
         self._views.clear()
