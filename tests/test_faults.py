@@ -255,8 +255,8 @@ def connects_late(delay):
     return "no error"
 
 
-def test_a_rank_that_does_not_connect_is_named(ranks):
-    first, second = ranks(2).run(connects_late, 3.0)
+def test_a_rank_that_does_not_connect_is_named():
+    first, second = run_ranks(connects_late, 2, 3.0)
     assert "ranks [1] did not come to the handshake" in first
     assert "They may have given up before" in second
 

@@ -11,6 +11,7 @@ garbage, a hang or a crash. `check=False` spares that message.
 from __future__ import annotations
 
 import struct
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -21,6 +22,7 @@ from torch.distributed import PrefixStore
 
 from sherd.comm import faults
 from sherd.comm.base import Communicator
+from sherd.comm.c10d.lanes import Lane, Message
 from sherd.comm.c10d.slices import Slices, Steps, as_bytes
 from sherd.comm.c10d.watchdog import Watchdog
 from sherd.comm.calls import Call, call_site, site_text
@@ -78,11 +80,14 @@ class C10dCommunicator(Communicator):
         self._group = group
         self._number = 0
         self._broken: str | None = None
+        self._lanes: dict[tuple[str, int], Lane] = {}
         self._slices = Slices(group, self.tree, self.rank)
         self._peers = peers
         self._device = torch.device("cpu") if "gloo" in dist.get_backend_config(group) else torch.device("cuda")
         store = PrefixStore("sherd", dist.distributed_c10d._get_process_group_store(group))
         self._watchdog = Watchdog(store, self.rank, self.names, peers, self.options)
+        # Called by close(), or when nobody holds this communicator any more, or at the end of the process.
+        self._leave = weakref.finalize(self, self._watchdog.close)
 
     # ---------------------------------------------------------------- groups and life
 
@@ -100,7 +105,8 @@ class C10dCommunicator(Communicator):
     def close(self) -> None:
         if self._broken is None:
             self._broken = "it was closed"
-        self._watchdog.close()
+        self._lanes.clear()
+        self._leave()
 
     # ---------------------------------------------------------------- operations
 
@@ -151,20 +157,21 @@ class C10dCommunicator(Communicator):
         return handle
 
     def _send(self, call: Call, source: Tensor, to: int) -> Handle:
+        header = self._header(call)
+
         def steps() -> Steps:
-            works, header = [], self._header(call)
             if self.options.check:
-                works.append(dist.isend(header, group=self._group, group_dst=to))
+                yield dist.isend(header, group=self._group, group_dst=to)
             if source.numel():
-                works.append(dist.isend(as_bytes(source), group=self._group, group_dst=to))
-            yield from works
+                yield dist.isend(as_bytes(source), group=self._group, group_dst=to)
 
         return self._message(call, _wire_bytes(source.numel(), source), to, steps)
 
     def _recv(self, call: Call, target: Tensor, source: int) -> Handle:
+        header = self._header(call)
+
         def steps() -> Steps:
             if self.options.check:
-                header = self._header(call)
                 sent = torch.empty_like(header)
                 yield dist.irecv(sent, group=self._group, group_src=source)
                 self._compare([(self.rank, header), (source, sent)])
@@ -181,14 +188,18 @@ class C10dCommunicator(Communicator):
         with self._breaking():
             return C10dHandle(steps(), self._complete, finished)
 
-    def _message(self, call: Call, payload: int, peer: int, steps: Callable[[], Steps]) -> C10dHandle:
-        def complete(work: dist.Work) -> None:
+    def _message(self, call: Call, payload: int, peer: int, steps: Callable[[], Steps]) -> Handle:
+        def watch(attempt: Callable[[float], bool]) -> None:
             with self._breaking():
-                self._watchdog.wait_for_message(work, peer)
+                self._watchdog.watch(attempt, [peer])
 
+        lane = (call.operation, peer)
         finished = self._begin(call, payload)
-        with self._breaking():
-            return C10dHandle(steps(), complete, finished)
+        if lane not in self._lanes:
+            self._lanes[lane] = Lane(f"sherd-{call.operation}-{peer}")
+        message = Message(steps(), watch, finished)
+        self._lanes[lane].add(message)
+        return message
 
     def _begin(self, call: Call, payload: int) -> Callable[[], None]:
         if self._broken is not None:

@@ -8,8 +8,10 @@ tenth of a second whether a peer has died, left or failed, and knows whom to nam
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -35,6 +37,7 @@ class Watchdog:
         self, store: Store, rank: int, names: Sequence[str], peers: Peers | None, options: CommOptions
     ) -> None:
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # a connection of its own: the thread must not wait behind the user's calls
+        self._pid = os.getpid()
         self._rank = rank
         self._names = names
         self._peers = peers
@@ -43,8 +46,8 @@ class Watchdog:
         self._published: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._publish_forever, name="sherd-watchdog", daemon=True)
-        self._thread.start()
+        arguments = (weakref.ref(self), self._stop)  # the thread must not keep alive what nobody else holds
+        threading.Thread(target=_publish_forever, args=arguments, name="sherd-watchdog", daemon=True).start()
 
     # ---------------------------------------------------------------- what this rank does
 
@@ -63,10 +66,11 @@ class Watchdog:
         return error
 
     def close(self) -> None:
-        if not self._stop.is_set():
+        """Say that this rank has left. A forked child says nothing: the rank itself is still there."""
+        if not self._stop.is_set() and os.getpid() == self._pid:
             self._stop.set()
             self._deed = {**self._deed, "inside": False, "left": True}
-            self._publish()
+            self.publish()
             self._ask(lambda: self._store.add("left", 1))
             if self._peers:
                 self._peers.close()
@@ -85,36 +89,18 @@ class Watchdog:
                 return False
             return True
 
-        self._watch(attempt, range(len(self._names)))
+        self.watch(attempt, range(len(self._names)))
 
-    def wait_for_message(self, work: dist.Work, peer: int) -> None:
-        """Complete a send or receive. The backend cannot wait for one twice, so a thread waits and this one watches."""
-        failure: list[RuntimeError] = []
-
-        def finish() -> None:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                failure.append(error)
-
-        thread = threading.Thread(target=finish, name="sherd-message", daemon=True)
-        thread.start()
-
-        def attempt(seconds: float) -> bool:
-            thread.join(seconds)
-            if failure:
-                raise failure[0]
-            return not thread.is_alive()
-
-        self._watch(attempt, [peer])
-
-    def _watch(self, attempt: Callable[[float], bool], needed: Sequence[int]) -> None:
+    def watch(self, attempt: Callable[[float], bool], needed: Sequence[int]) -> None:
+        """Repeat `attempt(seconds)` until it is True, for as long as the `needed` ranks may still do their part."""
         start = time.monotonic()
         warn_at = start + self._options.warn_seconds
         while True:
             try:
                 if attempt(LOOK_EVERY):
                     return
+            except CommError:
+                raise
             except RuntimeError as error:
                 raise self.explain(error, needed) from error
             # A rank that has left may have done its part of this first, and the rest be on its way.
@@ -201,11 +187,8 @@ class Watchdog:
 
         return self._ask(read) or {}
 
-    def _publish_forever(self) -> None:
-        while not self._stop.wait(PUBLISH_EVERY):
-            self._publish()
-
-    def _publish(self) -> None:
+    def publish(self) -> None:
+        """Tell the others what this rank last did, if they do not know yet."""
         deed = self._deed
         if deed is not self._published:
             self._ask(lambda: self._store.set(f"deed/{self._rank}", json.dumps(deed)))
@@ -218,6 +201,15 @@ class Watchdog:
                 return question()
             except RuntimeError:
                 return None
+
+
+def _publish_forever(watchdog: weakref.ref[Watchdog], stop: threading.Event) -> None:
+    while not stop.wait(PUBLISH_EVERY):
+        alive = watchdog()
+        if alive is None:
+            return
+        alive.publish()
+        del alive
 
 
 def _words(deed: dict[str, Any] | None) -> str:

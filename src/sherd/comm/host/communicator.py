@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -60,7 +61,7 @@ class HostCommunicator(Communicator):
         channels = self._share("channels", Channels.nbytes(world))
         self._channels = Channels(channels, self._board, self._memory, self._scheduler, self.names)
         # Called by close(), or when nobody holds this communicator any more, or at the end of the process.
-        self._leave = weakref.finalize(self, _leave, self._board, self._peers, link)
+        self._leave = weakref.finalize(self, _leave, os.getpid(), self._board, self._peers, link)
         observe.emit("comm.connect", transport=self.transport, world=world, hosts=[self.names])
 
     # ---------------------------------------------------------------- shared memory, groups and life
@@ -286,8 +287,10 @@ def _wire_bytes(numel: int, tensor: Tensor, codec: Codec | None = None) -> int:
     return codec.wire_bytes(numel) if codec else numel * tensor.element_size()
 
 
-def _leave(board: Board, peers: Peers, link: Link) -> None:
+def _leave(pid: int, board: Board, peers: Peers, link: Link) -> None:
     """Tell the others that this rank is gone, and why if it is because of an error."""
+    if os.getpid() != pid:
+        return  # a forked child, such as a worker of a DataLoader: the rank itself is still there
     error = getattr(sys, "last_value", None)
     board.leave_word(State.LEFT, f"{type(error).__name__}: {error}" if error is not None else "")
     peers.close()

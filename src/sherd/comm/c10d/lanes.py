@@ -1,0 +1,76 @@
+"""Sends and receives over a process group.
+
+The backend moves a large message only while both ends wait for it, and knows a finished one only by waiting. So each
+direction to each peer is a *lane* with a thread of its own: its messages go through in order, and two ranks may send to
+each other before either receives.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+
+from torch import Tensor
+
+from sherd.comm.c10d.slices import Steps
+from sherd.comm.handle import Handle
+
+
+class Message(Handle):
+    """A send or receive on its lane. `watch` waits for it with an eye on the peers."""
+
+    __slots__ = ("_finished", "_over", "_steps", "_watch", "error")
+
+    def __init__(
+        self, steps: Steps, watch: Callable[[Callable[[float], bool]], None], finished: Callable[[], None]
+    ) -> None:
+        self._steps = steps
+        self._watch = watch
+        self._finished = finished
+        self._over = threading.Event()
+        self.error: BaseException | None = None
+        self.result = None
+
+    def run(self) -> None:
+        """All of it, on the lane's thread."""
+        try:
+            for work in self._steps:
+                if work is not None:
+                    work.wait()
+        except BaseException as error:  # whatever it is, it belongs to the rank that waits
+            self.error = error
+        self._over.set()
+
+    def wait(self) -> Tensor:
+        self._watch(self._attempt)
+        self._finished()
+        assert self.result is not None
+        return self.result
+
+    def done(self) -> bool:
+        return self._over.is_set()
+
+    def _attempt(self, seconds: float) -> bool:
+        over = self._over.wait(seconds)
+        if over and self.error is not None:
+            raise self.error
+        return over
+
+
+class Lane:
+    """Messages in one direction between this rank and a peer."""
+
+    def __init__(self, name: str) -> None:
+        messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self.add = messages.put
+        self.close = weakref.finalize(self, messages.put, None)
+        # A daemon: a message that never comes must not keep a process from ending.
+        threading.Thread(target=_run, args=(messages,), name=name, daemon=True).start()
+
+
+def _run(messages: queue.SimpleQueue[Message | None]) -> None:
+    while (message := messages.get()) is not None:
+        message.run()
+        del message
