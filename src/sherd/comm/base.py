@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sherd.comm.calls import Call, describe
+from sherd.comm.calls import Call, Site, call_site, describe
 from sherd.comm.codec import Codec
 from sherd.comm.counters import Counters
 from sherd.comm.handle import CopyBack, Handle
@@ -55,6 +55,7 @@ class Communicator(ABC):
         self.tree = SummationTree(world, min(options.group or world, world))
         self.counters = Counters()
         self._forms: dict[tuple[object, ...], Form] = {}
+        self._site: Site = (0, 0)  # where the call that is being made was made
 
     # ---------------------------------------------------------------- operations
 
@@ -131,6 +132,7 @@ class Communicator(ABC):
 
     def barrier(self) -> Handle:
         """Complete when every rank has made this call."""
+        self._site = call_site()
         return self._barrier(_BARRIER)
 
     # ---------------------------------------------------------------- small Python objects
@@ -221,6 +223,7 @@ class Communicator(ABC):
         detail: str | int = "",
     ) -> Form:
         """The checked form of a call, remembered: a call that was right once is right again."""
+        self._site = call_site(3)
         there = None if output is None else (output.shape, output.dtype)
         key = (operation, input.shape, input.dtype, there, dtype, codec, detail)
         form = self._forms.get(key)

@@ -93,6 +93,7 @@ class C10dCommunicator(Communicator):
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         self._check_group(ranks)
+        self._site = call_site()
         self._agree(Call("subgroup", f"subgroup({list(ranks)})"))
         if self.rank not in ranks:
             return None
@@ -206,7 +207,7 @@ class C10dCommunicator(Communicator):
             raise CommClosed(f"this communicator cannot be used any more: {self._broken}")
         number = self._number = self._number + 1
         self.counters.add(call.operation, payload, _HEADER.size * (self.world - 1) if self.options.check else 0)
-        self._watchdog.enter(number, f"{call.text} at {site_text(call_site())}")
+        self._watchdog.enter(number, f"{call.text} at {site_text(self._site)}")
         return lambda: self._watchdog.finish(number)
 
     def _agree(self, call: Call) -> None:
@@ -221,7 +222,7 @@ class C10dCommunicator(Communicator):
         self._compare(list(enumerate(headers.view(self.world, -1))))
 
     def _header(self, call: Call) -> Tensor:
-        text = f"{call.text} at {site_text(call_site())}".encode()[:503]
+        text = f"{call.text} at {site_text(self._site)}".encode()[:503]
         return torch.frombuffer(bytearray(_HEADER.pack(call.fingerprint, text)), dtype=torch.uint8).to(self._device)
 
     def _compare(self, headers: Sequence[tuple[int, Tensor]]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sherd.comm import faults
-from sherd.comm.calls import Call, Site, call_site, site_text
+from sherd.comm.calls import Call, Site, site_text
 from sherd.comm.handle import Done, Handle
 from sherd.comm.host.board import Board, State, progress
 from sherd.comm.host.memory import Segment
@@ -73,30 +73,30 @@ class Channels:
     def nbytes(world: int) -> int:
         return world * world * _CHANNEL_BYTES
 
-    def send(self, call: Call, source: Tensor, to: int) -> Handle:
+    def send(self, call: Call, site: Site, source: Tensor, to: int) -> Handle:
         end = self._out[to]
         if self._fits_now(end, source):
             end.messages += 1
-            self._write_header(end, end.messages, call, call_site(), STAGED)
+            self._write_header(end, end.messages, call, site, STAGED)
             self._write_chunk(end, source, progress(end.messages, 1))
             return Done(source)
-        o = self._operation(call, end)
+        o = self._operation(call, site, end)
         o.steps = self._send_steps(o, end, source)
         return self._scheduler.issue_message(o)
 
-    def recv(self, call: Call, target: Tensor, source: int) -> Handle:
+    def recv(self, call: Call, site: Site, target: Tensor, source: int) -> Handle:
         end = self._in[source]
         if 0 < target.numel() * target.element_size() <= CHUNK_BYTES:
             end.messages += 1
-            return self._scheduler.issue_message(_SmallRecv(self._scheduler, end, call, target, source, self))
-        o = self._operation(call, end)
+            return self._scheduler.issue_message(_SmallRecv(self._scheduler, end, call, site, target, source, self))
+        o = self._operation(call, site, end)
         o.steps = self._recv_steps(o, end, target, source)
         return self._scheduler.issue_message(o)
 
     def take_small(self, o: _SmallRecv) -> None:
         """Take a message of one chunk, which has arrived."""
         end, target = o.end, o.target
-        place, first = self._check_header(o.call, end, o.number, o.source)
+        place, first = self._check_header(o, end, o.source)
         if place[0] >= 0:
             target.copy_(self._memory.view(place, target.numel(), target.dtype))
         else:
@@ -124,7 +124,7 @@ class Channels:
     def _recv_steps(self, o: SteppedOperation, end: _End, target: Tensor, source: int) -> Steps:
         elements, chunks = _cut(target)
         yield (end.sent,), o.base  # the header is there, whatever follows
-        place, first = self._check_header(o.call, end, o.number, source)
+        place, first = self._check_header(o, end, source)
         if place[0] >= 0 and chunks:
             yield (end.sent,), o.base + chunks
             target.copy_(self._memory.view(place, target.numel(), target.dtype))
@@ -158,12 +158,12 @@ class Channels:
         end.written += 1
         self._board.raise_flag(end.sent, reached)
 
-    def _check_header(self, call: Call, end: _End, number: int, source: int) -> tuple[Place, int]:
+    def _check_header(self, o: SteppedOperation | _SmallRecv, end: _End, source: int) -> tuple[Place, int]:
         """Where a message lies: the place it is lent from, and its first chunk."""
-        where = end.header(number)
+        where = end.header(o.number)
         fingerprint, segment, offset, first = _HEADER_WORDS.unpack_from(self._segment.memory, where)
-        if fingerprint != call.fingerprint:
-            raise self._diverged(call, number, source, where)
+        if fingerprint != o.call.fingerprint:
+            raise self._diverged(o, source, where)
         return (segment - 1, offset), first
 
     def _view(self, offset: int, like: Tensor) -> Tensor:
@@ -175,22 +175,22 @@ class Channels:
             view = self._views[key] = self._segment.tensor(*key)
         return view
 
-    def _operation(self, call: Call, end: _End) -> SteppedOperation:
+    def _operation(self, call: Call, site: Site, end: _End) -> SteppedOperation:
         end.messages += 1
-        return SteppedOperation(self._scheduler, end.messages, call, call_site())
+        return SteppedOperation(self._scheduler, end.messages, call, site)
 
     def _end(self, source: int, to: int) -> _End:
         board = self._board
         return _End((source * board.world + to) * _CHANNEL_BYTES, board.sent(source, to), board.taken(source, to))
 
-    def _diverged(self, call: Call, number: int, source: int, where: int) -> Diverged:
+    def _diverged(self, o: SteppedOperation | _SmallRecv, source: int, where: int) -> Diverged:
         me = self._board.rank
         text: bytes = _HEADER.unpack_from(self._segment.memory, where)[-1]
         sides = [
-            f"{self._names[me]} called {call.text} at {site_text(call_site())}",
+            f"{self._names[me]} called {o.call.text} at {site_text(o.site)}",
             f"{self._names[source]} called {text.rstrip(bytes(1)).decode(errors='replace')}",
         ]
-        error = faults.diverged(number, sides, (me, source))
+        error = faults.diverged(o.number, sides, (me, source))
         self._board.leave_word(State.DIVERGED, str(error))
         faults.emit_fault(error)
         return error
@@ -199,13 +199,21 @@ class Channels:
 class _SmallRecv(Operation):
     """A receive of one chunk: one need, one step."""
 
-    __slots__ = ("_channels", "end", "source", "target")
+    __slots__ = ("_channels", "end", "site", "source", "target")
 
     def __init__(
-        self, scheduler: Scheduler, end: _End, call: Call, target: Tensor, source: int, channels: Channels
+        self,
+        scheduler: Scheduler,
+        end: _End,
+        call: Call,
+        site: Site,
+        target: Tensor,
+        source: int,
+        channels: Channels,
     ) -> None:
         super().__init__(scheduler, end.messages, call)
         self.end = end
+        self.site = site
         self.source = source
         self.target = target
         self.need = ((end.sent,), self.base + 1)

@@ -107,6 +107,7 @@ class HostCommunicator(Communicator):
 
     def _agree(self, text: str) -> None:
         """A barrier that all ranks must enter with the same words."""
+        self._site = call_site()
         self._barrier(Call(text.partition("(")[0], text)).wait()
 
     # ---------------------------------------------------------------- operations
@@ -187,12 +188,12 @@ class HostCommunicator(Communicator):
     def _send(self, call: Call, source: Tensor, to: int) -> Handle:
         self._count(call, source.numel() * source.element_size())
         self._scheduler.check()
-        return self._channels.send(call, source, to)
+        return self._channels.send(call, self._site, source, to)
 
     def _recv(self, call: Call, target: Tensor, source: int) -> Handle:
         self._count(call, 0)
         self._scheduler.check()
-        return self._channels.recv(call, target, source)
+        return self._channels.recv(call, self._site, target, source)
 
     # ---------------------------------------------------------------- private
 
@@ -202,7 +203,7 @@ class HostCommunicator(Communicator):
     def _new(self, call: Call) -> SteppedOperation:
         self._scheduler.admit()
         self._number += 1
-        return SteppedOperation(self._scheduler, self._number, call, call_site())
+        return SteppedOperation(self._scheduler, self._number, call, self._site)
 
     def _issue(self, operation: SteppedOperation, steps: Steps) -> Operation:
         operation.steps = steps
@@ -227,7 +228,7 @@ class HostCommunicator(Communicator):
         if plan is None:
             return None
         self._scheduler.admit()
-        o = self._streams.start_small(self._scheduler, self._number + 1, plan, source, target)
+        o = self._streams.start_small(self._scheduler, self._number + 1, plan, self._site, source, target)
         if o is None:
             return None
         self._number += 1

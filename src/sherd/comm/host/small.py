@@ -26,21 +26,19 @@ Finish = Callable[[list[Tensor], Tensor], None]
 class SmallPlan:
     """What does not change from one time a small call is made to the next. Views are listed by staging chunk."""
 
-    __slots__ = ("call", "chunks", "contributors", "finish", "mine", "views")
+    __slots__ = ("call", "chunks", "finish", "mine", "views")
 
     def __init__(
         self,
         call: Call,
         mine: Sequence[Tensor] | None,
-        views: Sequence[Sequence[Tensor]],
-        contributors: Sequence[int],
+        views: Sequence[Sequence[Tensor] | None],
         finish: Finish,
     ) -> None:
         self.call = call
         self.mine = mine  # where this rank's contribution goes
-        self.views = views  # by rank: what this rank reads
-        self.contributors = contributors
-        self.chunks = 1 if views else 0
+        self.views = views  # by rank: what this rank reads, None where a rank contributes nothing
+        self.chunks = 1 if any(views) else 0
         self.finish = finish
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sherd.comm import faults
-from sherd.comm.calls import Call, call_site
+from sherd.comm.calls import Call, Site
 from sherd.comm.codec import Codec, decoded
 from sherd.comm.host.board import CHUNK_BITS, HEADER_WORDS, HEADERS, Board, State, progress
 from sherd.comm.host.operation import Need, Operation, SteppedOperation, Steps
@@ -143,24 +143,24 @@ class Streams:
         if not is_small(numel * dtype.itemsize):
             return None
         offset = self._rank * cut * dtype.itemsize if cut < numel else 0
-        views = [self._small.views(r, offset, cut, dtype) for r in range(self._world)]
-        gives = self._rank in contributors and numel > 0
-        mine = self._small.views(self._rank, 0, numel, dtype) if gives else None
-        return SmallPlan(call, mine, views if numel else [], list(contributors) if numel else [], finish)
+        reads = contributors if numel else ()
+        views = [self._small.views(r, offset, cut, dtype) if r in reads else None for r in range(self._world)]
+        mine = self._small.views(self._rank, 0, numel, dtype) if self._rank in reads else None
+        return SmallPlan(call, mine, views, finish)
 
     def start_small(
-        self, scheduler: Scheduler, number: int, plan: SmallPlan, source: Tensor, target: Tensor
+        self, scheduler: Scheduler, number: int, plan: SmallPlan, site: Site, source: Tensor, target: Tensor
     ) -> SmallOperation | None:
         """Issue a small call, or None where there is no room at once: the general way waits for it."""
         staging = self._small
-        if number > self._headers_free or staging.free_after():
+        if staging.free_after() or not self._has_header(number):
             return None
         o = SmallOperation(scheduler, number, plan, target, self)
         chunk = 0
         if plan.mine is not None:
             chunk = staging.take(o.base + 1)
             plan.mine[chunk % staging.chunks].copy_(source)
-        self._board.write_header(number, plan.call, call_site(), STAGED, chunk)
+        self._board.write_header(number, plan.call, site, STAGED, chunk)
         self._board.raise_flag(self._my_posted, o.base + plan.chunks)
         o.need = (self._posted_by_peers, o.base + plan.chunks)
         return o
@@ -173,8 +173,9 @@ class Streams:
             header = start_of_headers + within
             if self._check and words[header] != plan.call.fingerprint:
                 raise self._diverged(o, r)
-            if r in plan.contributors:
-                parts.append(plan.views[r][words[header + 4] % chunks])
+            views = plan.views[r]
+            if views is not None:
+                parts.append(views[words[header + 4] % chunks])
         if parts:
             plan.finish(parts, o.target)
         board.raise_flag(self._my_done, o.base + plan.chunks)
@@ -194,12 +195,16 @@ class Streams:
 
     def _announce(self, o: SteppedOperation, lent: Place, staging: Staging) -> Steps:
         """Write the header of an operation; its first contribution follows."""
-        if o.number > self._headers_free:
-            lowest = min(self._board.words[index] for index in self._done_by_peers)
-            if lowest < progress(o.number - HEADERS + 1):
-                yield self._done_by_peers, progress(o.number - HEADERS + 1)
-            self._headers_free = max(o.number, (lowest >> CHUNK_BITS) + HEADERS - 1)
+        if not self._has_header(o.number):
+            yield self._done_by_peers, progress(o.number - HEADERS + 1)
         self._board.write_header(o.number, o.call, o.site, lent, staging.written)
+
+    def _has_header(self, number: int) -> bool:
+        """Whether nobody needs what the header of operation `number` held before."""
+        if number > self._headers_free:
+            lowest = min(self._board.words[index] for index in self._done_by_peers)
+            self._headers_free = (lowest >> CHUNK_BITS) + HEADERS - 1
+        return number <= self._headers_free
 
     def _gather(
         self,
