@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sherd import CommOptions
 from sherd.comm import calls
 from sherd.comm.codec import Cast
 from sherd.comm.host import futex, rendezvous
@@ -203,14 +204,14 @@ class Meeting:
             self._barrier.wait()
             return [self._values[key, r] for r in range(len(self.found))]
 
-        self.found[rank] = meet(rank, rank, exchange, label)
+        self.found[rank] = meet(rank, rank, exchange, CommOptions(host=label))
 
 
 def test_ranks_find_out_who_shares_their_host():
     meeting = Meeting(5, ["a", "b", "a", "b", None])
     assert [m.hosts for m in meeting.found] == [[[0, 2], [1, 3], [4]]] * 5
     assert [m.link.members for m in meeting.found] == [[0, 2], [1, 3], [0, 2], [1, 3], [4]]
-    assert "rank 2 on a (pid" in meeting.found[0].cards[2].name
+    assert " as a (pid" in meeting.found[0].cards[2].name
     for m in meeting.found:
         m.link.close()
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sherd.config import CommOptions
 from sherd.errors import (
+    CodecFailed,
     CommClosed,
     CommError,
     ConfigError,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CodecFailed",
     "CommClosed",
     "CommError",
     "CommOptions",

@@ -6,6 +6,7 @@
     |  |- PeerLost             a rank died or left while others needed it
     |  |- Diverged             ranks made different calls where they must make the same
     |  |- TimedOut             a rank did not come in time
+    |  |- CodecFailed          a codec could not encode or decode
     |  `- CommClosed           a communicator was used after close() or after it failed
     |- Unsupported             this machine or this torch cannot do it
     `- RankFailed              one or more ranks of a launch failed (carries every traceback)
@@ -45,6 +46,10 @@ class Diverged(CommError):
 
 class TimedOut(CommError):
     """A rank did not come in time. `ranks` lists who is missing."""
+
+
+class CodecFailed(CommError):
+    """A codec could not encode or decode. Other ranks get `PeerLost` with the same words."""
 
 
 class CommClosed(CommError):

@@ -41,7 +41,11 @@ class Form(NamedTuple):
 
 
 class Communicator(ABC):
-    """A group of ranks that can talk. `rank` and `world` number its members from 0."""
+    """A group of ranks that can talk. `rank` and `world` number its members from 0.
+
+    One thread at a time may use it, and the same one throughout. Input and output of a call must be the same tensor,
+    where that is allowed, or not overlap.
+    """
 
     #: The transport's name, as in `CommOptions.transport`.
     transport: str
@@ -173,14 +177,14 @@ class Communicator(ABC):
         """A communicator among `ranks`, None on ranks outside it. All ranks of this communicator must call it."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Leave. Others that still need this rank get an error that says so. Safe to call twice."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave. Others that still need this rank get an error that says so, and why. Safe to call twice."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+        self.close(error)
 
     # ---------------------------------------------------------------- for transports
 
@@ -255,6 +259,8 @@ class Communicator(ABC):
         elif operation in ("send", "recv"):
             self._check_rank(detail, operation, "to" if operation == "send" else "source", peer=True)
             compared = describe("message", input.dtype, input.shape)
+        if not torch.can_cast(input.dtype, out_dtype) or (operation == "all_to_all" and out_dtype != input.dtype):
+            raise ConfigError(f"rank {self.rank}: {operation} of {input.dtype} cannot have an output of {out_dtype}")
         if out_dtype != input.dtype:
             words.append(f"out {str(out_dtype).removeprefix('torch.')}")
         text = describe(operation, input.dtype, input.shape, *words)

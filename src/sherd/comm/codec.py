@@ -11,11 +11,14 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from sherd.errors import ConfigError
+from sherd.errors import CodecFailed, ConfigError
 
 
 class Codec(ABC):
-    """Encodes flat tensors into bytes and back. Instances are immutable and equal when their `name` is."""
+    """Encodes flat tensors into bytes and back. Instances are immutable, and equal when class and `name` are.
+
+    `wire_bytes` must not fall when elements are added, and spend at least a byte per block.
+    """
 
     #: Elements that are encoded together, independently of others; a stream is cut only at multiples of it. What is
     #: missing from the last block counts as zeros.
@@ -37,6 +40,12 @@ class Codec(ABC):
     @abstractmethod
     def decode(self, wire: Tensor, target: Tensor) -> None:
         """Read the flat uint8 tensor `wire` into the flat tensor `target`."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
 
 class Cast(Codec):
@@ -61,8 +70,24 @@ class Cast(Codec):
         target.copy_(wire.view(self.dtype))
 
 
+def encode(codec: Codec, source: Tensor, wire: Tensor) -> None:
+    """`codec.encode`, whose failure is the codec's and no peer's."""
+    try:
+        codec.encode(source, wire)
+    except Exception as error:
+        raise _failed(codec, "encode", source, error) from error
+
+
 def decoded(codec: Codec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     """A new flat tensor with what `wire` carries."""
     target = torch.empty(numel, dtype=dtype, device=wire.device)
-    codec.decode(wire, target)
+    try:
+        codec.decode(wire, target)
+    except Exception as error:
+        raise _failed(codec, "decode", target, error) from error
     return target
+
+
+def _failed(codec: Codec, verb: str, tensor: Tensor, error: Exception) -> CodecFailed:
+    what = f"{tensor.numel()} elements of {tensor.dtype}"
+    return CodecFailed(f"codec {codec.name} could not {verb} {what}: {type(error).__name__}: {error}")

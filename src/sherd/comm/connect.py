@@ -13,7 +13,7 @@ from torch.distributed import DistError, PrefixStore
 
 from sherd import observe
 from sherd.comm.base import Communicator
-from sherd.comm.c10d.communicator import C10dCommunicator
+from sherd.comm.c10d.communicator import C10dCommunicator, backend_limit
 from sherd.comm.exchange import StoreExchange
 from sherd.comm.host.communicator import HostCommunicator
 from sherd.comm.host.rendezvous import Meeting, meet
@@ -42,7 +42,7 @@ def connect(options: CommOptions | None = None) -> Communicator:
     if os.environ.get("SHERD_EVENTS") and type(observe.stream()) is observe.NullStream:
         observe.use(observe.from_env(rank))
     store = PrefixStore(f"sherd/{next(_connections)}", dist.distributed_c10d._get_default_store())
-    meeting = meet(rank, rank, StoreExchange(store, rank, world, options.timeout), options.host)
+    meeting = meet(rank, rank, StoreExchange(store, rank, world, options.timeout), options)
     if options.group is None:
         options = options.replace(group=_ranks_per_host(meeting))
     problem = _why_not_host(meeting)
@@ -54,7 +54,8 @@ def connect(options: CommOptions | None = None) -> Communicator:
             log.warning("sherd uses c10d instead of the faster host transport: %s", problem)
         peers = meeting.link.watch(options.timeout, meeting.link.members)
         meeting.link.close()
-        return C10dCommunicator(dist.new_group(), options, [card.name for card in meeting.cards], peers)
+        group = dist.new_group(timeout=backend_limit(options))
+        return C10dCommunicator(group, options, [card.name for card in meeting.cards], peers)
     return HostCommunicator(meeting.link, options)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sherd.comm.base import Communicator
 from sherd.comm.calls import Call
-from sherd.comm.codec import Codec
+from sherd.comm.codec import Codec, decoded, encode
 from sherd.comm.handle import Done, Handle
 from sherd.comm.summation import combine
 from sherd.config import CommOptions
@@ -36,7 +36,7 @@ class SoloCommunicator(Communicator):
             raise ConfigError(f"subgroup({list(ranks)}): a world of one has only rank 0")
         return SoloCommunicator(self.options) if ranks else None
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         pass
 
     def _reduce_scatter(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
@@ -76,7 +76,5 @@ def _through(codec: Codec | None, source: Tensor) -> Tensor:
     if codec is None:
         return source
     wire = torch.empty(codec.wire_bytes(source.numel()), dtype=torch.uint8, device=source.device)
-    codec.encode(source, wire)
-    seen = torch.empty_like(source)
-    codec.decode(wire, seen)
-    return seen
+    encode(codec, source, wire)
+    return decoded(codec, wire, source.numel(), source.dtype)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -29,38 +30,60 @@ from sherd.comm.calls import Call, call_site, site_text
 from sherd.comm.codec import Codec
 from sherd.comm.handle import Handle
 from sherd.comm.host.peers import Peers
+from sherd.comm.solo import SoloCommunicator
 from sherd.comm.summation import cut_for, one_phase
 from sherd.config import CommOptions
-from sherd.errors import CommClosed, CommError
+from sherd.errors import CodecFailed, CommClosed, CommError
 
 _HEADER = struct.Struct("<Q504s")  # fingerprint, call and site
+
+
+def backend_limit(options: CommOptions) -> timedelta:
+    """The backend's own timeout: after ours, because ours names the rank that is missing."""
+    return timedelta(seconds=2 * options.timeout)
 
 
 class C10dHandle(Handle):
     """An operation as a generator that yields each piece of the backend's work it needs completed before it goes on."""
 
-    __slots__ = ("_complete", "_finished", "_steps", "_work")
+    __slots__ = ("_breaking", "_finished", "_steps", "_wait", "_work")
 
-    def __init__(self, steps: Steps, complete: Callable[[dist.Work], None], finished: Callable[[], None]) -> None:
-        self._complete = complete
-        self._finished = finished
+    def __init__(
+        self,
+        steps: Steps,
+        wait: Callable[[dist.Work], None],
+        breaking: Callable[[], AbstractContextManager[None]],
+        finished: Callable[[], None],
+    ) -> None:
         self._steps = steps
-        self._work: dist.Work | None = next(steps, None)
+        self._wait = wait
+        self._breaking = breaking
+        self._finished = finished
         self.result = None
+        with breaking():
+            self._work: dist.Work | None = next(steps, None)
+
+    def complete(self) -> None:
+        """Go through all of it."""
+        while self._work is not None:
+            self._go_on()
 
     def wait(self) -> Tensor:
-        while self._work is not None:
-            self._complete(self._work)
-            self._work = next(self._steps, None)
+        self.complete()
         self._finished()
         assert self.result is not None
         return self.result
 
     def done(self) -> bool:
         while self._work is not None and self._work.is_completed():
-            self._complete(self._work)
-            self._work = next(self._steps, None)
+            self._go_on()
         return self._work is None
+
+    def _go_on(self) -> None:
+        with self._breaking():
+            assert self._work is not None
+            self._wait(self._work)
+            self._work = next(self._steps, None)
 
 
 class C10dCommunicator(Communicator):
@@ -80,6 +103,7 @@ class C10dCommunicator(Communicator):
         self._group = group
         self._number = 0
         self._broken: str | None = None
+        self._in_exchanges: C10dHandle | None = None
         self._lanes: dict[tuple[str, int], Lane] = {}
         self._slices = Slices(group, self.tree, self.rank)
         self._peers = peers
@@ -94,30 +118,34 @@ class C10dCommunicator(Communicator):
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         self._check_group(ranks)
         self._site = call_site()
-        self._agree(Call("subgroup", f"subgroup({list(ranks)})"))
-        if self.rank not in ranks:
-            return None
+        self._issue(Call("subgroup", f"subgroup({list(ranks)})"), 0, _no_steps).complete()
+        if self.rank not in ranks or len(ranks) == 1:
+            return SoloCommunicator(self.options) if self.rank in ranks else None
         world_ranks = dist.get_process_group_ranks(self._group)
-        group = dist.new_group([world_ranks[r] for r in ranks], use_local_synchronization=True)
+        group = dist.new_group(
+            [world_ranks[r] for r in ranks], use_local_synchronization=True, timeout=backend_limit(self.options)
+        )
         options = self.options.replace(group=min(self.tree.group, len(ranks)))
         peers = self._peers.renumbered({r: i for i, r in enumerate(ranks)}) if self._peers else None
         return C10dCommunicator(group, options, [self.names[r] for r in ranks], peers)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         if self._broken is None:
             self._broken = "it was closed"
+            if error is not None:
+                self._watchdog.report("failed", CommError(f"{type(error).__name__}: {error}"))
         self._lanes.clear()
         self._leave()
 
     # ---------------------------------------------------------------- operations
 
     def _reduce_scatter(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
-        def steps() -> Steps:
-            if self.options.order == "transport" and codec is None:
-                return self._slices.backend_reduce_scatter(source, target, op)
-            return self._slices.reduce(source, target, target.numel(), op, codec)
-
-        return self._issue(call, (self.world - 1) * _wire_bytes(target.numel(), source, codec), steps)
+        cut = target.numel()
+        payload = (self.world - 1) * _wire_bytes(cut, source, codec)
+        if self.options.order == "transport" and codec is None:
+            return self._issue(call, payload, lambda: self._slices.backend_reduce_scatter(source, target, op))
+        exchanges = 2 if self._slices.goes_in_pieces(source, cut, codec) else 1
+        return self._issue(call, payload, lambda: self._slices.reduce(source, target, cut, op, codec), exchanges)
 
     def _all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
         payload = (self.world - 1) * _wire_bytes(source.numel(), source, codec)
@@ -133,25 +161,26 @@ class C10dCommunicator(Communicator):
             return self._issue(call, payload, lambda: self._slices.gather_and_reduce(source, target, op))
         cut = cut_for(numel, self.world, codec)
         payload = peers * (_wire_bytes(cut, source, codec) + _wire_bytes(cut, target, codec))
-        return self._issue(call, payload, lambda: self._slices.reduce_and_gather(source, target, cut, op, codec))
+        return self._issue(call, payload, lambda: self._slices.reduce_and_gather(source, target, cut, op, codec), 2)
 
     def _broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
         def steps() -> Steps:
-            yield dist.broadcast(as_bytes(target), group=self._group, group_src=root, async_op=True)
+            work: dist.Work = dist.broadcast(as_bytes(target), group=self._group, group_src=root, async_op=True)
+            yield work
 
         payload = (self.world - 1) * _wire_bytes(target.numel(), target) if self.rank == root else 0
         return self._issue(call, payload, steps)
 
     def _all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
         def steps() -> Steps:
-            yield dist.all_to_all_single(as_bytes(target), as_bytes(source), group=self._group, async_op=True)
+            yield self._slices.all_to_all(target, source)
 
         return self._issue(call, (self.world - 1) * _wire_bytes(source.numel() // self.world, source), steps)
 
     def _barrier(self, call: Call) -> Handle:
         def steps() -> Steps:
             token = torch.zeros(self.world + 1, dtype=torch.uint8, device=self._device)
-            yield dist.all_gather_single(token[1:], token[:1], group=self._group, async_op=True)
+            yield self._slices.all_gather(token[1:], token[:1])
 
         handle = self._issue(call, 0, steps)
         handle.result = torch.empty(0)
@@ -162,9 +191,9 @@ class C10dCommunicator(Communicator):
 
         def steps() -> Steps:
             if self.options.check:
-                yield dist.isend(header, group=self._group, group_dst=to)
+                yield _started(dist.isend(header, group=self._group, group_dst=to))
             if source.numel():
-                yield dist.isend(as_bytes(source), group=self._group, group_dst=to)
+                yield _started(dist.isend(as_bytes(source), group=self._group, group_dst=to))
 
         return self._message(call, _wire_bytes(source.numel(), source), to, steps)
 
@@ -174,20 +203,29 @@ class C10dCommunicator(Communicator):
         def steps() -> Steps:
             if self.options.check:
                 sent = torch.empty_like(header)
-                yield dist.irecv(sent, group=self._group, group_src=source)
+                yield _started(dist.irecv(sent, group=self._group, group_src=source))
                 self._compare([(self.rank, header), (source, sent)])
             if target.numel():
-                yield dist.irecv(as_bytes(target), group=self._group, group_src=source)
+                yield _started(dist.irecv(as_bytes(target), group=self._group, group_src=source))
 
         return self._message(call, 0, source, steps)
 
     # ---------------------------------------------------------------- checking and waiting
 
-    def _issue(self, call: Call, payload: int, steps: Callable[[], Steps]) -> C10dHandle:
+    def _issue(self, call: Call, payload: int, steps: Callable[[], Steps], exchanges: int = 1) -> C10dHandle:
+        """Start an operation. One that takes several exchanges must be through before the next is started: ranks that
+        wait in different orders would exchange the wrong ones."""
+        self._check_usable()
+        if self._in_exchanges is not None:
+            self._in_exchanges.complete()
+            self._in_exchanges = None
+        self._number += 1
         finished = self._begin(call, payload)
         self._agree(call)
-        with self._breaking():
-            return C10dHandle(steps(), self._complete, finished)
+        handle = C10dHandle(steps(), self._watchdog.wait, self._breaking, finished)
+        if exchanges > 1:
+            self._in_exchanges = handle
+        return handle
 
     def _message(self, call: Call, payload: int, peer: int, steps: Callable[[], Steps]) -> Handle:
         def watch(attempt: Callable[[float], bool]) -> None:
@@ -195,6 +233,7 @@ class C10dCommunicator(Communicator):
                 self._watchdog.watch(attempt, [peer])
 
         lane = (call.operation, peer)
+        self._check_usable()
         finished = self._begin(call, payload)
         if lane not in self._lanes:
             self._lanes[lane] = Lane(f"sherd-{call.operation}-{peer}")
@@ -202,13 +241,14 @@ class C10dCommunicator(Communicator):
         self._lanes[lane].add(message)
         return message
 
-    def _begin(self, call: Call, payload: int) -> Callable[[], None]:
+    def _check_usable(self) -> None:
         if self._broken is not None:
             raise CommClosed(f"this communicator cannot be used any more: {self._broken}")
-        number = self._number = self._number + 1
+
+    def _begin(self, call: Call, payload: int) -> Callable[[], None]:
         self.counters.add(call.operation, payload, _HEADER.size * (self.world - 1) if self.options.check else 0)
-        self._watchdog.enter(number, f"{call.text} at {site_text(self._site)}")
-        return lambda: self._watchdog.finish(number)
+        deed = self._watchdog.enter(self._number, f"{call.text} at {site_text(self._site)}")
+        return lambda: self._watchdog.finish(deed)
 
     def _agree(self, call: Call) -> None:
         """All ranks make this call, or all of them get an error."""
@@ -217,8 +257,7 @@ class C10dCommunicator(Communicator):
         header = self._header(call)
         headers = torch.empty(self.world * header.numel(), dtype=torch.uint8, device=self._device)
         with self._breaking():
-            work = dist.all_gather_single(headers, header, group=self._group, async_op=True)
-        self._complete(work)
+            self._watchdog.wait(dist.all_gather_single(headers, header, group=self._group, async_op=True))
         self._compare(list(enumerate(headers.view(self.world, -1))))
 
     def _header(self, call: Call) -> Tensor:
@@ -235,15 +274,15 @@ class C10dCommunicator(Communicator):
         self._broken = str(error)
         raise self._watchdog.report("diverged", error)
 
-    def _complete(self, work: dist.Work) -> None:
-        with self._breaking():
-            self._watchdog.wait(work)
-
     @contextmanager
     def _breaking(self) -> Iterator[None]:
         """What goes wrong between ranks leaves them in different places: the communicator is of no more use."""
         try:
             yield
+        except CodecFailed as error:
+            self._broken = str(error)
+            self._watchdog.report("failed", error)
+            raise
         except CommError as error:
             self._broken = str(error)
             raise
@@ -252,8 +291,18 @@ class C10dCommunicator(Communicator):
             self._broken = str(fault)
             raise fault from error
         except BaseException as error:
-            self._broken = f"it was interrupted by {type(error).__name__}"
+            self._broken = f"{type(error).__name__}: {error}"
+            self._watchdog.report("failed", CommError(self._broken))
             raise
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # None is for ranks outside the group
+    return work
+
+
+def _no_steps() -> Steps:
+    yield from ()
 
 
 def _wire_bytes(numel: int, tensor: Tensor, codec: Codec | None = None) -> int:

@@ -37,8 +37,7 @@ class Message(Handle):
         """All of it, on the lane's thread."""
         try:
             for work in self._steps:
-                if work is not None:
-                    work.wait()
+                work.wait()
         except BaseException as error:  # whatever it is, it belongs to the rank that waits
             self.error = error
         self._over.set()

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sherd.comm.codec import Codec, decoded
+from sherd.comm.codec import Codec, decoded, encode
 from sherd.comm.summation import SummationTree, combine
 
-Steps = Generator[dist.Work | None, None, None]
+Steps = Generator[dist.Work, None, None]
 Pair = tuple[Tensor, Tensor]
 
 # A large exchange goes a few MB at a time, the next while the last is added: memory stays bounded and in the cache.
@@ -37,28 +37,33 @@ class Slices:
         self._rank, self._world = rank, tree.world
         self._buffers: list[Tensor] = []
 
+    def goes_in_pieces(self, source: Tensor, cut: int, codec: Codec | None) -> bool:
+        """Whether `reduce` takes several exchanges."""
+        whole = source.numel() == self._world * cut and source.numel() * source.element_size() <= EXCHANGE_BYTES
+        return codec is None and not whole
+
     def reduce(self, source: Tensor, target: Tensor, cut: int, op: str, codec: Codec | None) -> Steps:
         """Reduce this rank's slice of everybody's `source` into `target`."""
         if codec is not None:
             yield from self._reduce_encoded(_padded(source, self._world * cut), target, op, codec)
-        elif source.numel() == self._world * cut and source.numel() * source.element_size() <= EXCHANGE_BYTES:
-            received = torch.empty_like(source)
-            yield self._all_to_all(received, source)
-            combine(self._tree, received.view(self._world, cut).unbind(), target, op)
-        else:
+        elif self.goes_in_pieces(source, cut, codec):
             yield from self._reduce_in_pieces(source, target, cut, op)
+        else:
+            received = torch.empty_like(source)
+            yield self.all_to_all(received, source)
+            combine(self._tree, received.view(self._world, cut).unbind(), target, op)
 
     def gather(self, source: Tensor, target: Tensor, codec: Codec | None) -> Steps:
         """Everybody's `source`, in rank order."""
         if codec is None and source.dtype == target.dtype:
-            yield self._all_gather(target, source)
+            yield self.all_gather(target, source)
             return
         wire = as_bytes(source)
         if codec is not None:
             wire = torch.empty(codec.wire_bytes(source.numel()), dtype=torch.uint8, device=source.device)
-            codec.encode(source, wire)
+            encode(codec, source, wire)
         arrived = torch.empty(self._world, wire.numel(), dtype=torch.uint8, device=source.device)
-        yield self._all_gather(arrived.view(-1), wire)
+        yield self.all_gather(arrived.view(-1), wire)
         for place, row in zip(target.view(self._world, -1), arrived, strict=True):
             # As on every transport, what arrives has the dtype of what was given before it is cast to the output's.
             place.copy_(decoded(codec, row, source.numel(), source.dtype) if codec else row.view(source.dtype))
@@ -86,7 +91,8 @@ class Slices:
 
     def backend_reduce_scatter(self, source: Tensor, target: Tensor, op: str) -> Steps:
         reduced = target if target.dtype == source.dtype else torch.empty_like(source[: target.numel()])
-        yield dist.reduce_scatter_single(reduced, source, _REDUCE[op], self._group, async_op=True)
+        work: dist.Work = dist.reduce_scatter_single(reduced, source, _REDUCE[op], self._group, async_op=True)
+        yield work
         if reduced is not target:
             target.copy_(reduced)
 
@@ -94,7 +100,8 @@ class Slices:
         reduced = target if target.dtype == source.dtype else torch.empty_like(source)
         if reduced.data_ptr() != source.data_ptr():
             reduced.copy_(source)
-        yield dist.all_reduce(reduced, _REDUCE[op], self._group, async_op=True)
+        work: dist.Work = dist.all_reduce(reduced, _REDUCE[op], self._group, async_op=True)
+        yield work
         if reduced is not target:
             target.copy_(reduced)
 
@@ -104,9 +111,9 @@ class Slices:
         cut = source.numel() // self._world
         wire = torch.empty(self._world, codec.wire_bytes(cut), dtype=torch.uint8, device=source.device)
         for row, piece in zip(wire, source.view(self._world, cut), strict=True):
-            codec.encode(piece, row)
+            encode(codec, piece, row)
         arrived = torch.empty_like(wire)
-        yield self._all_to_all(arrived.view(-1), wire.view(-1))
+        yield self.all_to_all(arrived.view(-1), wire.view(-1))
         parts = [decoded(codec, row, cut, source.dtype)[: target.numel()] for row in arrived]
         combine(self._tree, parts, target, op)
 
@@ -123,16 +130,14 @@ class Slices:
             for piece in under_way:
                 yield from self._reduce_piece(*piece, target, op)
 
-    def _exchange_piece(
-        self, source: Tensor, cut: int, start: int, stop: int, pair: Pair
-    ) -> tuple[dist.Work | None, Tensor]:
+    def _exchange_piece(self, source: Tensor, cut: int, start: int, stop: int, pair: Pair) -> tuple[dist.Work, Tensor]:
         send, receive = (buffer[: self._world * (stop - start)] for buffer in pair)
         for r, row in enumerate(send.view(self._world, -1)):
             piece = source[r * cut + start : min(r * cut + stop, source.numel())]
             row[: piece.numel()].copy_(piece)
-        return self._all_to_all(receive, send), receive
+        return self.all_to_all(receive, send), receive
 
-    def _reduce_piece(self, work: dist.Work | None, start: int, arrived: Tensor, target: Tensor, op: str) -> Steps:
+    def _reduce_piece(self, work: dist.Work, start: int, arrived: Tensor, target: Tensor, op: str) -> Steps:
         yield work
         rows = arrived.view(self._world, -1)
         place = target[start : start + rows.shape[1]]
@@ -147,7 +152,7 @@ class Slices:
                 piece = mine[start : start + given.numel()]
                 given[: piece.numel()].copy_(piece)
                 arrived = receive[: self._world * given.numel()]
-                yield self._all_gather(arrived, given)
+                yield self.all_gather(arrived, given)
                 for r, part in enumerate(arrived.view(self._world, -1)):
                     stop = min(r * cut + start + given.numel(), target.numel())
                     place = target[min(r * cut + start, stop) : stop]
@@ -163,16 +168,12 @@ class Slices:
         yield (a, b), (c, d)
         self._buffers.append(whole)
 
-    def _all_to_all(self, output: Tensor, input: Tensor) -> dist.Work | None:
-        work: dist.Work | None = dist.all_to_all_single(
-            as_bytes(output), as_bytes(input), group=self._group, async_op=True
-        )
+    def all_to_all(self, output: Tensor, input: Tensor) -> dist.Work:
+        work: dist.Work = dist.all_to_all_single(as_bytes(output), as_bytes(input), group=self._group, async_op=True)
         return work
 
-    def _all_gather(self, output: Tensor, input: Tensor) -> dist.Work | None:
-        work: dist.Work | None = dist.all_gather_single(
-            as_bytes(output), as_bytes(input), group=self._group, async_op=True
-        )
+    def all_gather(self, output: Tensor, input: Tensor) -> dist.Work:
+        work: dist.Work = dist.all_gather_single(as_bytes(output), as_bytes(input), group=self._group, async_op=True)
         return work
 
 

@@ -27,7 +27,7 @@ from sherd.errors import CommError, Diverged, PeerLost, TimedOut
 LOOK_EVERY = 0.1
 PUBLISH_EVERY = 1.0
 PATIENCE = 0.2
-_FAULTS: dict[str, type[CommError]] = {"diverged": Diverged, "lost": PeerLost, "late": TimedOut}
+_FAULTS: dict[str, type[CommError]] = {"diverged": Diverged, "lost": PeerLost, "late": TimedOut, "failed": PeerLost}
 
 
 class Watchdog:
@@ -51,12 +51,14 @@ class Watchdog:
 
     # ---------------------------------------------------------------- what this rank does
 
-    def enter(self, number: int, text: str) -> None:
+    def enter(self, number: int, text: str) -> dict[str, Any]:
+        """Note a call. `number` counts the collectives: by it ranks see who is behind."""
         self._deed = {"number": number, "text": text, "since": time.time(), "inside": True, "left": False}
+        return self._deed
 
-    def finish(self, number: int) -> None:
-        if self._deed["number"] == number:
-            self._deed = {**self._deed, "inside": False}
+    def finish(self, deed: dict[str, Any]) -> None:
+        if self._deed is deed:
+            self._deed = {**deed, "inside": False}
 
     def report(self, kind: str, error: CommError) -> CommError:
         """Tell the others why this rank gives up. The first report stands."""
@@ -84,9 +86,9 @@ class Watchdog:
             try:
                 work.wait(timedelta(seconds=seconds))
             except RuntimeError:
-                if work.is_completed():
-                    raise
-                return False
+                if not work.is_completed():
+                    return False
+                work.wait()  # it may have ended, well or not, just after the time was up
             return True
 
         self.watch(attempt, range(len(self._names)))
@@ -109,9 +111,9 @@ class Watchdog:
                 raise self._reported() or self._lost(gone)
             waited = time.monotonic() - start
             if waited > self._options.timeout:
-                raise self._timed_out(waited)
+                raise self._timed_out(waited, needed)
             if time.monotonic() > warn_at:
-                self._warn(waited)
+                self._warn(waited, needed)
                 warn_at = start + 2 * waited
 
     # ---------------------------------------------------------------- what may have gone wrong
@@ -122,8 +124,11 @@ class Watchdog:
         if not reported or reported["rank"] == self._rank:
             return None
         text = reported["text"]
+        who = self._names[reported["rank"]]
+        if reported["kind"] == "failed":
+            return PeerLost(f"{who} failed with {text}", (reported["rank"],))
         if reported["kind"] != "diverged":
-            text = f"{self._names[reported['rank']]} reports: {text}"
+            text = f"{who} reports: {text}"
         return _FAULTS[reported["kind"]](text, tuple(reported["ranks"]))
 
     def _gone(self, needed: Sequence[int]) -> list[int]:
@@ -156,22 +161,24 @@ class Watchdog:
             ends.append(f"{self._names[r]} {end}; it {_words(deeds.get(r))}")
         return self.report("lost", faults.lost(ends, f"{self._names[self._rank]} {_words(self._deed)}", ranks))
 
-    def _missing(self) -> list[int]:
-        """The ranks that have not come as far as this one."""
+    def _missing(self, needed: Sequence[int]) -> list[int]:
+        """Who is waited for: the peer of a message, or the ranks that have not come to this collective."""
+        if len(needed) == 1:
+            return list(needed)
         deeds = self._deeds()
         number = self._deed["number"]
         return [
             r for r in range(len(self._names)) if r != self._rank and deeds.get(r, {"number": 0})["number"] < number
         ]
 
-    def _timed_out(self, seconds: float) -> CommError:
-        missing = self._missing()
+    def _timed_out(self, seconds: float, needed: Sequence[int]) -> CommError:
+        missing = self._missing(needed)
         late = [self._names[r] for r in missing]
         return self.report("late", faults.timed_out(late, seconds, self._everyone(), missing))
 
-    def _warn(self, seconds: float) -> None:
+    def _warn(self, seconds: float, needed: Sequence[int]) -> None:
         deeds = self._deeds()
-        late = {r: f"{self._names[r]}; it {_words(deeds.get(r))}" for r in self._missing()}
+        late = {r: f"{self._names[r]}; it {_words(deeds.get(r))}" for r in self._missing(needed)}
         faults.warn_late(self._names[self._rank], late, seconds, self._deed["text"], self._options.timeout)
 
     def _everyone(self) -> list[str]:
@@ -189,10 +196,13 @@ class Watchdog:
 
     def publish(self) -> None:
         """Tell the others what this rank last did, if they do not know yet."""
-        deed = self._deed
-        if deed is not self._published:
-            self._ask(lambda: self._store.set(f"deed/{self._rank}", json.dumps(deed)))
-            self._published = deed
+        if self._deed is not self._published:
+            self._ask(self._set_deed)
+
+    def _set_deed(self) -> None:
+        deed = self._deed  # read under the lock: the last word must not be overwritten by an older one
+        self._store.set(f"deed/{self._rank}", json.dumps(deed))
+        self._published = deed
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """An answer of the store, or None when it is gone: then there is nobody left to tell."""

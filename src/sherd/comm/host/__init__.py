@@ -1,6 +1,8 @@
 """The host transport: ranks of one machine, through memory they share.
 
-Read in this order: `memory` (segments, the keeper), `futex` (sleeping on a word), `rendezvous` (who shares a host, and
-how they come to share memory), `peers` (who is alive), `board` (flags, headers, last words), `staging` (a rank's
-chunks), `operation` (one operation under way), `communicator` (the operations themselves), `channel` (send and recv).
+Read in this order: `memory` (segments, the keeper), `futex` (sleeping on a word), `support` (whether this machine has
+what it takes), `peers` (who is alive), `rendezvous` (who shares a host, and how they come to share memory), `board`
+(flags, headers, last words), `waiting`, `operation` and `scheduler` (what is under way), `staging` and `shared` (where
+contributions lie), `streams` (how collectives move them), `small` (the short way), `channel` (send and receive), and
+`communicator`, which puts them together.
 """

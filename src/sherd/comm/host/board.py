@@ -42,6 +42,7 @@ class State(IntEnum):
     DIVERGED = 2
     LOST_PEER = 3
     TIMED_OUT = 4
+    FAILED = 5
 
 
 class Board:
@@ -165,11 +166,6 @@ class Board:
 
     def all_well(self) -> bool:
         return self._states == self._all_well
-
-    def close(self) -> None:
-        """Unmap, unless views of it are still about."""
-        for view in (self._states, self._sleepers, self.words):
-            view.release()
 
     def _last(self, rank: int) -> str:
         start = self._last_words + rank * _WORDS_BYTES

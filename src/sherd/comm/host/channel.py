@@ -8,6 +8,7 @@ it expects. A message in shared memory is lent: only its place travels.
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -41,6 +42,7 @@ class _End:
     offset: int  # of the channel in its segment
     sent: int
     taken: int
+    queue: deque[Operation]
     messages: int = 0
     written: int = 0
     free_after: list[int] = field(default_factory=lambda: [0] * CHUNKS)
@@ -82,16 +84,17 @@ class Channels:
             return Done(source)
         o = self._operation(call, site, end)
         o.steps = self._send_steps(o, end, source)
-        return self._scheduler.issue_message(o)
+        return self._scheduler.issue_message(o, end.queue)
 
     def recv(self, call: Call, site: Site, target: Tensor, source: int) -> Handle:
         end = self._in[source]
-        if 0 < target.numel() * target.element_size() <= CHUNK_BYTES:
+        if target.numel() * target.element_size() <= CHUNK_BYTES:
             end.messages += 1
-            return self._scheduler.issue_message(_SmallRecv(self._scheduler, end, call, site, target, source, self))
+            small = _SmallRecv(self._scheduler, end, call, site, target, source, self)
+            return self._scheduler.issue_message(small, end.queue)
         o = self._operation(call, site, end)
         o.steps = self._recv_steps(o, end, target, source)
-        return self._scheduler.issue_message(o)
+        return self._scheduler.issue_message(o, end.queue)
 
     def take_small(self, o: _SmallRecv) -> None:
         """Take a message of one chunk, which has arrived."""
@@ -111,7 +114,7 @@ class Channels:
             yield (end.taken,), progress(o.number - _MESSAGES + 1)
         lent = self._memory.find(source)
         self._write_header(end, o.number, o.call, o.site, lent)
-        if lent[0] >= 0 or chunks == 0:
+        if lent[0] >= 0:
             self._board.raise_flag(end.sent, o.base + chunks)
             yield (end.taken,), o.base + chunks
             return
@@ -123,24 +126,23 @@ class Channels:
 
     def _recv_steps(self, o: SteppedOperation, end: _End, target: Tensor, source: int) -> Steps:
         elements, chunks = _cut(target)
-        yield (end.sent,), o.base  # the header is there, whatever follows
+        yield (end.sent,), o.base + 1
         place, first = self._check_header(o, end, source)
-        if place[0] >= 0 and chunks:
-            yield (end.sent,), o.base + chunks
+        if place[0] >= 0:
             target.copy_(self._memory.view(place, target.numel(), target.dtype))
-        else:
-            for index in range(chunks):
-                yield (end.sent,), o.base + index + 1
-                piece = target[index * elements : (index + 1) * elements]
-                piece.copy_(self._view(end.chunk(first + index), piece))
-                self._board.raise_flag(end.taken, o.base + index + 1)
-        self._board.raise_flag(end.taken, o.base + chunks)
+            self._board.raise_flag(end.taken, o.base + chunks)
+            return
+        for index in range(chunks):
+            yield (end.sent,), o.base + index + 1
+            piece = target[index * elements : (index + 1) * elements]
+            piece.copy_(self._view(end.chunk(first + index), piece))
+            self._board.raise_flag(end.taken, o.base + index + 1)
 
     # ---------------------------------------------------------------- their parts
 
     def _fits_now(self, end: _End, source: Tensor) -> bool:
         """Whether a message goes out in one chunk without waiting, and without overtaking another."""
-        if not 0 < source.numel() * source.element_size() <= CHUNK_BYTES or self._scheduler.has_messages:
+        if end.queue or source.numel() * source.element_size() > CHUNK_BYTES:
             return False
         taken = self._board.words[end.taken]
         return taken >= end.free_after[end.written % CHUNKS] and taken >= progress(end.messages + 2 - _MESSAGES)
@@ -148,6 +150,8 @@ class Channels:
     def _write_header(self, end: _End, number: int, call: Call, site: Site, lent: Place) -> None:
         text = self._texts.get((call, site))
         if text is None:
+            if len(self._texts) > 1024:
+                self._texts.clear()
             text = self._texts[(call, site)] = f"{call.text} at {site_text(site)}".encode()[: _TEXT_BYTES - 1]
         where = end.header(number)
         _HEADER.pack_into(self._segment.memory, where, call.fingerprint, lent[0] + 1, lent[1], end.written, text)
@@ -181,7 +185,8 @@ class Channels:
 
     def _end(self, source: int, to: int) -> _End:
         board = self._board
-        return _End((source * board.world + to) * _CHANNEL_BYTES, board.sent(source, to), board.taken(source, to))
+        offset = (source * board.world + to) * _CHANNEL_BYTES
+        return _End(offset, board.sent(source, to), board.taken(source, to), self._scheduler.new_queue())
 
     def _diverged(self, o: SteppedOperation | _SmallRecv, source: int, where: int) -> Diverged:
         me = self._board.rank
@@ -225,6 +230,6 @@ class _SmallRecv(Operation):
 
 
 def _cut(tensor: Tensor) -> tuple[int, int]:
-    """Elements per chunk and number of chunks."""
+    """Elements per chunk and number of chunks. A message of no elements takes one too: its header must be seen."""
     elements = CHUNK_BYTES // tensor.element_size()
-    return elements, -(-tensor.numel() // elements)
+    return elements, max(-(-tensor.numel() // elements), 1)

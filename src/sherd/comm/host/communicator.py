@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import sys
 import weakref
@@ -22,11 +24,12 @@ from sherd.comm.host.operation import Operation, SteppedOperation, Steps
 from sherd.comm.host.peers import Peers
 from sherd.comm.host.rendezvous import Link, meet
 from sherd.comm.host.scheduler import Scheduler
-from sherd.comm.host.shared import SharedMemory
+from sherd.comm.host.shared import Place, SharedMemory
 from sherd.comm.host.small import Finish, SmallPlan
 from sherd.comm.host.staging import SMALL_BYTES, SMALL_CHUNKS, Staging
 from sherd.comm.host.streams import Streams, Take
 from sherd.comm.host.waiting import Waiter
+from sherd.comm.solo import SoloCommunicator
 from sherd.comm.summation import combine, cut_for, one_phase
 from sherd.config import CommOptions
 
@@ -48,7 +51,7 @@ class HostCommunicator(Communicator):
         self._link = link
         self._all = range(world)
         self._number = 0
-        self._shared_calls: dict[Call, Call] = {}
+        self._shared_calls: dict[tuple[Call, Place], Call] = {}
         self._plans: dict[Call, SmallPlan | None] = {}
         self._memory = SharedMemory()
         self._board = Board(self._share("board", Board.nbytes(world)), rank, world)
@@ -61,7 +64,9 @@ class HostCommunicator(Communicator):
         channels = self._share("channels", Channels.nbytes(world))
         self._channels = Channels(channels, self._board, self._memory, self._scheduler, self.names)
         # Called by close(), or when nobody holds this communicator any more, or at the end of the process.
-        self._leave = weakref.finalize(self, _leave, os.getpid(), self._board, self._peers, link)
+        self._why: list[BaseException] = []
+        self._leave = weakref.finalize(self, _leave, os.getpid(), self._why, self._board, self._peers, link)
+        _note_the_exit()
         observe.emit("comm.connect", transport=self.transport, world=world, hosts=[self.names])
 
     # ---------------------------------------------------------------- shared memory, groups and life
@@ -84,16 +89,19 @@ class HostCommunicator(Communicator):
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         self._check_group(ranks)
         self._agree(f"subgroup({list(ranks)})")
-        # Ranks outside the group meet too, each under a label of its own, because every rank is in the exchange.
-        label = "subgroup" if self.rank in ranks else f"outside-{self.rank}"
+        # Ranks outside the group meet too, each in a group of its own, because every rank is in the exchange.
+        group = "inside" if self.rank in ranks else f"outside-{self.rank}"
         world_rank = self._link.cards[self.rank].rank
-        meeting = meet(self.rank, world_rank, lambda _, value: self.all_gather_object(value), label)
-        if self.rank not in ranks:
+        options = self.options.replace(group=min(self.tree.group, len(ranks) or 1))
+        meeting = meet(self.rank, world_rank, lambda _, value: self.all_gather_object(value), options, group)
+        if self.rank not in ranks or len(ranks) == 1:
             meeting.link.close()
-            return None
-        return HostCommunicator(meeting.link, self.options.replace(group=min(self.tree.group, len(ranks))))
+            return SoloCommunicator(self.options) if self.rank in ranks else None
+        return HostCommunicator(meeting.link, options)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
+        if error is not None:
+            self._why.append(error)
         self._scheduler.abandon("it was closed")
         self._memory.forget()
         self._leave()
@@ -103,7 +111,12 @@ class HostCommunicator(Communicator):
         return Staging(segment, self._board, chunk_bytes, chunks)
 
     def _share(self, label: str, nbytes: int) -> Segment:
-        return self._link.share(label, nbytes, self.options.timeout)
+        return self._link.share(label, nbytes, self.options.timeout, self._check)
+
+    def _check(self) -> None:
+        """Raise if another rank has reported a fault. Before there is a board, none can."""
+        if hasattr(self, "_scheduler"):
+            self._scheduler.check()
 
     def _agree(self, text: str) -> None:
         """A barrier that all ranks must enter with the same words."""
@@ -134,7 +147,7 @@ class HostCommunicator(Communicator):
     def _all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
         cut = source.numel()
         if codec is None and self._memory.is_common(target):
-            call = self._into_shared(call)
+            call = self._into_shared(call, target)
             self._count(call, 0)
             o = self._new(call)
             return self._issue(o, self._streams.publish(o, source, target[self.rank * cut : (self.rank + 1) * cut]))
@@ -186,13 +199,13 @@ class HostCommunicator(Communicator):
         return o
 
     def _send(self, call: Call, source: Tensor, to: int) -> Handle:
-        self._count(call, source.numel() * source.element_size())
         self._scheduler.check()
+        self._count(call, source.numel() * source.element_size())
         return self._channels.send(call, self._site, source, to)
 
     def _recv(self, call: Call, target: Tensor, source: int) -> Handle:
-        self._count(call, 0)
         self._scheduler.check()
+        self._count(call, 0)
         return self._channels.recv(call, self._site, target, source)
 
     # ---------------------------------------------------------------- private
@@ -247,11 +260,15 @@ class HostCommunicator(Communicator):
 
         return take
 
-    def _into_shared(self, call: Call) -> Call:
-        """The same call with an output that all ranks share: ranks must agree on that too."""
-        shared = self._shared_calls.get(call)
+    def _into_shared(self, call: Call, target: Tensor) -> Call:
+        """The same call with an output that all ranks share: they must agree on which."""
+        place = self._memory.find(target)
+        shared = self._shared_calls.get((call, place))
         if shared is None:
-            shared = self._shared_calls[call] = Call(call.operation, f"{call.text} into a shared tensor")
+            if len(self._shared_calls) > MAX_PLANS:
+                self._shared_calls.clear()
+            text = f"{call.text} into shared tensor {place[0]} at byte {place[1]}"
+            shared = self._shared_calls[call, place] = Call(call.operation, text)
         return shared
 
 
@@ -288,11 +305,22 @@ def _wire_bytes(numel: int, tensor: Tensor, codec: Codec | None = None) -> int:
     return codec.wire_bytes(numel) if codec else numel * tensor.element_size()
 
 
-def _leave(pid: int, board: Board, peers: Peers, link: Link) -> None:
+def _leave(pid: int, why: list[BaseException], board: Board, peers: Peers, link: Link) -> None:
     """Tell the others that this rank is gone, and why if it is because of an error."""
     if os.getpid() != pid:
         return  # a forked child, such as a worker of a DataLoader: the rank itself is still there
-    error = getattr(sys, "last_value", None)
+    # An error that nobody caught is why a process ends, but not why a communicator was dropped long after it.
+    uncaught = getattr(sys, "last_value", None) if _exiting else None
+    error = why[0] if why else uncaught
     board.leave_word(State.LEFT, f"{type(error).__name__}: {error}" if error is not None else "")
     peers.close()
     link.close()
+
+
+_exiting: list[bool] = []
+
+
+@functools.cache
+def _note_the_exit() -> None:
+    """To be called after a finalizer was made: then this hook runs before all finalizers."""
+    atexit.register(_exiting.append, True)

@@ -7,6 +7,7 @@ without waiting, completed later, or moved on while the rank waits for something
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ Steps = Generator[Need, None, None]
 class Operation(Handle):
     """A handle that a scheduler moves on, step by step. `number` counts the operations of its kind, from 1."""
 
-    __slots__ = ("_scheduler", "base", "call", "finished", "need", "number", "posted", "staged_all")
+    __slots__ = ("_scheduler", "base", "call", "finished", "need", "number", "posted", "queue", "staged_all")
 
     def __init__(self, scheduler: Scheduler, number: int, call: Call) -> None:
         self._scheduler = scheduler
@@ -39,6 +40,7 @@ class Operation(Handle):
         self.posted = False  # something of this rank's contribution is there for the others
         self.staged_all = False  # all of it is, or needs no staging chunk
         self.need: Need = NOTHING
+        self.queue: deque[Operation]
 
     def step(self) -> None:
         """Go on to the next need, the present one being met, or to the end."""

@@ -29,9 +29,6 @@ class Peers:
         """The ranks whose process has ended."""
         return sorted(self._rank_of[fd] for fd, _ in self._poll.poll(0) if fd in self._rank_of)
 
-    def pid(self, rank: int) -> int:
-        return self._pids[rank]
-
     def how_it_ended(self, rank: int) -> str:
         """ "was killed by SIGKILL", "exited with code 3" or "ended", whatever can still be known."""
         status = _status_from_pidfd(self._fds[rank])

@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,13 +24,15 @@ from typing import Any
 from sherd.comm.host.memory import Keeper, MemfdKeeper, Segment
 from sherd.comm.host.peers import Peers
 from sherd.comm.host.support import unsupported_reason
-from sherd.errors import CommError, PeerLost, TimedOut
+from sherd.config import CommOptions
+from sherd.errors import CommError, ConfigError, PeerLost, TimedOut
 
 Exchange = Callable[[str, Any], list[Any]]
 """exchange(key, value): every rank's JSON value, in rank order."""
 
 _MAX_FDS = 250  # the kernel's limit for one message is 253
 _MESSAGE = 1 << 16
+_LOOK_EVERY = 0.1
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,12 @@ class Card:
     pid: int
     address: str
     refusal: str | None
+    options: dict[str, Any]
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank} on {self.label or self.machine} (pid {self.pid})"
+        host = f"{self.machine} as {self.label}" if self.label else self.machine
+        return f"rank {self.rank} on {host} (pid {self.pid})"
 
 
 @dataclass
@@ -58,21 +63,27 @@ class Meeting:
     link: Link
 
 
-def meet(rank: int, world_rank: int, exchange: Exchange, label: str | None) -> Meeting:
-    """Find out who shares this rank's host. All ranks of `exchange` must call it."""
+def meet(rank: int, world_rank: int, exchange: Exchange, options: CommOptions, group: str = "") -> Meeting:
+    """Find out who shares this rank's host. All ranks of `exchange` must call it, with the same options.
+
+    Only ranks with the same `group` meet.
+    """
     listener = _listen() if unsupported_reason() is None else None
     card = Card(
         rank=world_rank,
         machine=socket.gethostname(),
-        label=label,
+        label=options.host,
         user=os.geteuid(),
         pid=os.getpid(),
         address=listener.getsockname().decode()[1:] if listener else "",
         refusal=unsupported_reason(),
+        options={**options.to_dict(), "host": None},
     )
     try:
         cards = [Card(**fields) for fields in exchange("card", vars(card))]
-        leader, to_leader = _find_leader(rank, cards)
+        _check_options(rank, cards)
+        groups: list[str] = exchange("group", group)
+        leader, to_leader = _find_leader(rank, cards, groups)
         leaders: list[int] = exchange("leader", leader)
         hosts = [[r for r in range(len(cards)) if leaders[r] == who] for who in sorted(set(leaders))]
         members = [r for r in range(len(cards)) if leaders[r] == leader]
@@ -94,9 +105,10 @@ class Link:
         self._sockets = sockets
         self._keeper: Keeper = MemfdKeeper()
 
-    def share(self, label: str, nbytes: int, timeout: float) -> Segment:
-        """A new segment, mapped by every member. Collective."""
-        fds = self._distribute([self._keeper.create(label, nbytes)] if self.is_leader else [], label, timeout)
+    def share(self, label: str, nbytes: int, timeout: float, check: Callable[[], None] = lambda: None) -> Segment:
+        """A new segment, mapped by every member. Collective. `check` raises if waiting has become pointless."""
+        created = [self._keeper.create(label, nbytes)] if self.is_leader else []
+        fds = self._distribute(created, label, timeout, check)
         try:
             return Segment(fds[0])
         finally:
@@ -111,7 +123,7 @@ class Link:
         if self.is_leader:
             fds = [os.pidfd_open(_credentials(self._sockets[m])[0]) for m in self.members[1:]]
             fds.insert(0, os.pidfd_open(os.getpid()))
-        fds = self._distribute(fds, "pidfds", timeout)
+        fds = self._distribute(fds, "pidfds", timeout, lambda: None)
         index = self.members.index(self.rank)
         os.close(fds[index])
         others = [i for i in range(len(self.members)) if i != index]
@@ -122,13 +134,13 @@ class Link:
             sock.close()
         self._sockets.clear()
 
-    def _distribute(self, fds: list[int], label: str, timeout: float) -> list[int]:
+    def _distribute(self, fds: list[int], label: str, timeout: float, check: Callable[[], None]) -> list[int]:
         """The leader's descriptors, on every member; duplicates that the receiver owns."""
         if self.is_leader:
             for member in self.members[1:]:
                 self._send(member, fds, label)
             return fds
-        return self._receive(label, timeout)
+        return self._receive(label, timeout, check)
 
     def _send(self, member: int, fds: list[int], label: str) -> None:
         try:
@@ -140,15 +152,19 @@ class Link:
             lost = self.cards[self.members.index(member)].name
             raise PeerLost(f"{lost} was gone when {label!r} was handed out: {error}", (member,)) from error
 
-    def _receive(self, label: str, timeout: float) -> list[int]:
+    def _receive(self, label: str, timeout: float, check: Callable[[], None]) -> list[int]:
         leader = self.cards[0].name
         sock = self._sockets[self.members[0]]
-        sock.settimeout(timeout)
+        sock.settimeout(min(timeout, _LOOK_EVERY))
+        deadline = time.monotonic() + timeout
         fds: list[int] = []
         while True:
             try:
                 data, batch, _, _ = socket.recv_fds(sock, _MESSAGE, _MAX_FDS)
             except TimeoutError as error:
+                check()
+                if time.monotonic() < deadline:
+                    continue
                 message = f"rank {self.rank} waited {timeout:g} s for {leader} to share {label!r}"
                 raise TimedOut(message, (self.members[0],)) from error
             except OSError as error:
@@ -170,17 +186,31 @@ def _listen() -> socket.socket:
     return listener
 
 
-def _find_leader(rank: int, cards: list[Card]) -> tuple[int, socket.socket | None]:
+def _check_options(rank: int, cards: list[Card]) -> None:
+    """Ranks with other options would wait for each other in vain. All of them see the same first difference."""
+    for card in cards:
+        for name, value in card.options.items():
+            if value != cards[0].options[name]:
+                raise ConfigError(
+                    f"rank {rank}: all ranks must connect with the same options, but {name} is "
+                    f"{cards[0].options[name]!r} on rank {cards[0].rank} and {value!r} on rank {card.rank}"
+                )
+
+
+def _find_leader(rank: int, cards: list[Card], groups: list[str]) -> tuple[int, socket.socket | None]:
     """The lowest rank this one can reach, itself included, and the socket to it."""
     mine = cards[rank]
     for other in range(rank):
         card = cards[other]
         if mine.refusal or card.refusal or (card.label, card.user) != (mine.label, mine.user):
             continue
+        if groups[other] != groups[rank]:
+            continue
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             sock.connect("\0" + card.address)
-            if _credentials(sock)[1] == mine.user:
+            # Another pid than its own means another PID namespace: no handle of its process could be had here.
+            if _credentials(sock) == (card.pid, mine.user):
                 sock.send(json.dumps({"rank": rank}).encode())
                 return other, sock
         except OSError:

@@ -1,20 +1,25 @@
 """Runs the steps of operations.
 
-Collectives complete in the order in which they were issued, which is the same on all ranks; so a rank that waits in one
-of them has done its part of all earlier ones, and nobody waits in a circle. Sends and receives stand beside them and
-move on whenever the rank waits for anything.
+Operations stand in queues: one for the collectives, one for each direction to each peer. In a queue they complete in
+the order in which they were issued, which for collectives is the same on all ranks. While a rank waits for anything, it
+does its part of whatever else is at the head of a queue, in every communicator of its thread: nobody waits in a circle.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 
 from sherd.comm.host import futex
-from sherd.comm.host.board import Board
+from sherd.comm.host.board import Board, State
 from sherd.comm.host.operation import Operation
 from sherd.comm.host.waiting import Waiter
-from sherd.errors import CommClosed
+from sherd.errors import CommClosed, Diverged, PeerLost, TimedOut
+
+_KNOWN_TO_OTHERS = (CommClosed, Diverged, PeerLost, TimedOut)  # they have been told, or see it themselves
+_here = threading.local()
 
 
 class Scheduler:
@@ -25,15 +30,26 @@ class Scheduler:
         self._words = board.words
         self._waiter = waiter
         self._collectives: deque[Operation] = deque()
-        self._messages: list[Operation] = []
+        self._queues = [self._collectives]
         self._broken: BaseException | str | None = None
+        _schedulers_here().add(self)
+
+    def new_queue(self) -> deque[Operation]:
+        """A queue for the messages in one direction."""
+        queue: deque[Operation] = deque()
+        self._queues.append(queue)
+        return queue
 
     def check(self) -> None:
         """Before anything: raise if this communicator is of no more use."""
         if self._broken is not None:
-            raise self._closed()
+            raise CommClosed(f"this communicator cannot be used any more: {self._broken}")
         if not self._board.all_well():
-            self._guarded_check()
+            try:
+                self._waiter.check()
+            except BaseException as error:
+                self.abandon(error)
+                raise
 
     def admit(self) -> None:
         """Before a collective: check, and finish what would be in the way."""
@@ -44,77 +60,72 @@ class Scheduler:
 
     def add(self, operation: Operation) -> Operation:
         """Take a collective whose contribution is posted."""
+        operation.queue = self._collectives
         self._collectives.append(operation)
         return operation
 
     def issue(self, operation: Operation) -> Operation:
         """Run a collective until its first contribution is posted, and without waiting where that is possible."""
+        self.add(operation)
         self._step(operation)
-        if not operation.posted:
-            # The staging chunks are all taken: do this rank's part of what is under way, then wait for a free one.
-            while self._collectives:
-                self.complete(self._collectives[0])
-            while not operation.posted:
-                self._wait(*operation.need)
-                self._step(operation)
-        self._collectives.append(operation)
+        # Where the staging chunks are all taken: do this rank's part of what is under way, then wait for a free one.
+        while not operation.posted:
+            head = self._collectives[0]
+            if not self._is_met(head):
+                self._wait(*head.need)
+            else:
+                self._step(head)
         return operation
 
-    def issue_message(self, operation: Operation) -> Operation:
-        """Run a send or receive as far as it goes without waiting."""
-        if not self._move(operation):
-            self._messages.append(operation)
+    def issue_message(self, operation: Operation, queue: deque[Operation]) -> Operation:
+        """Run a send or receive as far as it goes without waiting and without overtaking another."""
+        operation.queue = queue
+        queue.append(operation)
+        self._move(queue)
         return operation
-
-    @property
-    def has_messages(self) -> bool:
-        """Whether sends or receives are under way, which later ones must not overtake."""
-        return bool(self._messages)
 
     def complete(self, operation: Operation) -> None:
-        """Run `operation`, and the collectives issued before it, to the end."""
+        """Run `operation`, and those ahead of it in its queue, to the end."""
         if self._broken is not None:
-            raise self._closed()
-        if self._messages and operation in self._messages:
-            self._run(operation)
-            if operation in self._messages:  # it may have been moved to its end while this rank waited for it
-                self._messages.remove(operation)
-            return
+            raise CommClosed(f"this communicator cannot be used any more: {self._broken}")
         while not operation.finished:
-            self._run(self._collectives[0])
-            self._collectives.popleft()
+            self._run(operation.queue[0])
 
     def try_complete(self, operation: Operation) -> bool:
         """Move on without waiting; whether `operation` is finished."""
-        if self._broken is not None:
-            raise self._closed()
-        self._move_messages()
-        while self._collectives and self._move(self._collectives[0]):
-            self._collectives.popleft()
+        self.check()
+        for queue in self._queues:
+            self._move(queue)
         return operation.finished
 
     def abandon(self, why: BaseException | str) -> None:
-        """Drop everything; later calls get an error that says why."""
-        if self._broken is None:
-            self._broken = why
-        self._collectives.clear()
-        self._messages.clear()
+        """Drop everything; later calls get an error that says why, and so do the other ranks if they cannot know."""
+        if self._broken is not None:
+            return
+        self._broken = why
+        for queue in self._queues:
+            queue.clear()
+        if isinstance(why, BaseException) and not isinstance(why, _KNOWN_TO_OTHERS):
+            self._board.leave_word(State.FAILED, f"{type(why).__name__}: {why}")
 
     # ---------------------------------------------------------------- private
 
     def _run(self, operation: Operation) -> None:
+        """Run the head of a queue to its end."""
         words = self._words
         while not operation.finished:
             indices, target = operation.need
             for index in indices:
                 if words[index] < target:
+                    # It may have moved on meanwhile, and need something else now.
                     self._wait(indices, target)
                     break
-            self._step(operation)
+            else:
+                self._step(operation)
 
     def _wait(self, indices: Sequence[int], target: int) -> None:
         try:
-            self._waiter.until(indices, target, self._move_messages if self._messages else None)
+            self._waiter.until(indices, target, _move_everything)
         except BaseException as error:
             self.abandon(error)
             raise
@@ -128,30 +139,34 @@ class Scheduler:
         except BaseException as error:
             self.abandon(error)
             raise
+        if operation.finished:
+            operation.queue.popleft()
 
-    def _move(self, operation: Operation) -> bool:
-        words = self._words
-        while not operation.finished:
-            indices, target = operation.need
-            for index in indices:
-                if words[index] < target:
-                    return False
-            self._step(operation)
-        return True
+    def _is_met(self, operation: Operation) -> bool:
+        indices, target = operation.need
+        return all(self._words[index] >= target for index in indices)
 
-    def _move_messages(self) -> bool:
-        """Move sends and receives on; whether any are left."""
-        for operation in list(self._messages):
-            if self._move(operation) and operation in self._messages:
-                self._messages.remove(operation)
-        return bool(self._messages)
+    def _move(self, queue: deque[Operation]) -> None:
+        """Do what can be done in a queue without waiting."""
+        while queue and self._is_met(queue[0]):
+            self._step(queue[0])
 
-    def _guarded_check(self) -> None:
-        try:
-            self._waiter.check()
-        except BaseException as error:
-            self.abandon(error)
-            raise
+    def move_all(self) -> int:
+        """Do what can be done without waiting; the number of operations that are left."""
+        for queue in self._queues:
+            self._move(queue)
+        return sum(map(len, self._queues))
 
-    def _closed(self) -> CommClosed:
-        return CommClosed(f"this communicator cannot be used any more: {self._broken}")
+
+def _schedulers_here() -> weakref.WeakSet[Scheduler]:
+    """The schedulers of this thread: only one thread may use a communicator."""
+    if not hasattr(_here, "schedulers"):
+        _here.schedulers = weakref.WeakSet()
+    schedulers: weakref.WeakSet[Scheduler] = _here.schedulers
+    return schedulers
+
+
+def _move_everything() -> bool:
+    """Move on whatever this thread has under way; whether there is more than the one operation that it waits for."""
+    left: int = sum(scheduler.move_all() for scheduler in list(_schedulers_here()))
+    return left > 1

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sherd.comm import faults
 from sherd.comm.calls import Call, Site
-from sherd.comm.codec import Codec, decoded
+from sherd.comm.codec import Codec, decoded, encode
 from sherd.comm.host.board import CHUNK_BITS, HEADER_WORDS, HEADERS, Board, State, progress
 from sherd.comm.host.operation import Need, Operation, SteppedOperation, Steps
 from sherd.comm.host.scheduler import Scheduler
@@ -50,7 +50,7 @@ class Streams:
         self._posted_by_peers = tuple(board.posted[r] for r in others)
         self._done_by_peers = tuple(board.done[r] for r in others)
         self._my_posted, self._my_done = board.posted[board.rank], board.done[board.rank]
-        self._geometries: dict[tuple[Call, int, int], Geometry] = {}
+        self._geometries: dict[tuple[Call, int, int, bool], Geometry] = {}
         self._headers_free = HEADERS - 1
 
     # ---------------------------------------------------------------- movements
@@ -63,11 +63,14 @@ class Streams:
         `last` unless other movements of the same operation follow.
         """
         rank, world = self._rank, self._world
-        whole = codec is None and is_small(world * cut * source.element_size())
+        # A small contribution is staged whole: one copy costs less than several. Otherwise, without a codec, nobody
+        # reads its own piece, and it needs no room. All movements of an operation use one ring.
+        whole = last and codec is None and is_small(world * cut * source.element_size())
         staging = self._small if whole else self._large
-        # Without a codec nobody reads its own piece, so it needs no room; but one copy costs less than several small.
-        pieces = world if codec or whole else world - 1
-        g = self._geometry(o.call, cut, pieces, source.element_size(), codec, staging)
+        if whole:
+            g = Geometry(cut, 1 if cut else 0, cut * source.element_size())
+        else:
+            g = self._geometry(o.call, cut, world if codec else world - 1, source.element_size(), codec, staging)
         mine = min(cut, max(source.numel() - rank * cut, 0))
         lent = self._lend(source, codec)
 
@@ -84,7 +87,7 @@ class Streams:
         def part(r: int, start: int, stop: int, index: int) -> Tensor:
             if r == rank and codec is None:
                 return source[rank * cut + start : rank * cut + stop]
-            offset = rank * cut * source.element_size() if whole else _piece(rank, r, codec) * g.stride
+            offset = (rank if whole else _piece(rank, r, codec)) * g.stride
             return self._read(o, staging, r, rank * cut + start, index, offset, stop - start, source.dtype, codec)
 
         def receive(start: int, stop: int, index: int) -> None:
@@ -126,13 +129,12 @@ class Streams:
 
     def publish(self, o: SteppedOperation, source: Tensor, place: Tensor) -> Steps:
         """Write `source` into its `place` in a tensor that all ranks share, when none of them still reads the old."""
-        in_place = source.data_ptr() == place.data_ptr() and source.dtype == place.dtype
         yield from self._announce(o, STAGED, self._small)
         yield from self._meet(o)
-        if not in_place:
+        if source.data_ptr() != place.data_ptr():
             place.copy_(source)
-            self._board.raise_flag(self._my_done, o.base + 1)
-            yield self._done_by_peers, o.base + 1
+        self._board.raise_flag(self._my_done, o.base + 1)
+        yield self._done_by_peers, o.base + 1
 
     # ---------------------------------------------------------------- small calls
 
@@ -323,7 +325,7 @@ class Streams:
             staging.view(self._rank, chunk, offset, piece.numel(), piece.dtype).copy_(piece)
         else:
             wire = staging.view(self._rank, chunk, offset, codec.wire_bytes(piece.numel()), torch.uint8)
-            codec.encode(piece, wire)
+            encode(codec, piece, wire)
 
     def _read(
         self,
@@ -353,7 +355,7 @@ class Streams:
     def _geometry(
         self, call: Call, numel: int, pieces: int, itemsize: int, codec: Codec | None, staging: Staging
     ) -> Geometry:
-        key = (call, pieces, itemsize)
+        key = (call, pieces, itemsize, staging is self._small)
         geometry = self._geometries.get(key)
         if geometry is None:
             if len(self._geometries) > 4096:

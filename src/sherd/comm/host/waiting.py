@@ -20,6 +20,7 @@ from sherd.errors import CommError, Diverged, PeerLost, TimedOut
 SPINS = 2500
 # How long to sleep before looking for faults again; a dead peer is noticed within it.
 LOOK_EVERY = 0.05
+LOOK_EVERY_BUSY = 0.001
 
 
 class Waiter:
@@ -32,10 +33,10 @@ class Waiter:
         self._options = options
         self._spins = SPINS if spin else 0
 
-    def until(self, indices: Sequence[int], target: int, meanwhile: Callable[[], bool] | None = None) -> None:
+    def until(self, indices: Sequence[int], target: int, meanwhile: Callable[[], bool]) -> None:
         """Return when every flag in `indices` has reached `target`.
 
-        `meanwhile` is called between looks; it returns whether it has anything to do that another rank may wait for.
+        `meanwhile` is called between looks; it returns whether it has more to do that another rank may wait for.
         """
         words = self._board.words
         for index in indices:
@@ -47,15 +48,13 @@ class Waiter:
             else:
                 self._sleep_until(indices, index, target, meanwhile)
 
-    def _sleep_until(
-        self, indices: Sequence[int], index: int, target: int, meanwhile: Callable[[], bool] | None
-    ) -> None:
+    def _sleep_until(self, indices: Sequence[int], index: int, target: int, meanwhile: Callable[[], bool]) -> None:
         words = self._board.words
         start = time.monotonic()
         warn_at = start + self._options.warn_seconds
         while (seen := words[index]) < target:
-            busy = meanwhile() if meanwhile else False
-            self._board.sleep(index, seen, 0.001 if busy else LOOK_EVERY)
+            busy = meanwhile()
+            self._board.sleep(index, seen, LOOK_EVERY_BUSY if busy else LOOK_EVERY)
             if words[index] >= target:
                 return
             missing = [self._board.writer(i) for i in indices if words[i] < target]
@@ -91,6 +90,9 @@ class Waiter:
         for rank, (state, text) in trouble.items():
             if state == State.LEFT and (rank in missing or text):
                 end = self._deed_of(rank, f"left after {text}" if text else "left")
+                return self._report(State.LOST_PEER, faults.lost([end], self._mine(), (rank,)))
+            if state == State.FAILED:
+                end = self._deed_of(rank, f"failed with {text}")
                 return self._report(State.LOST_PEER, faults.lost([end], self._mine(), (rank,)))
             if state == State.DIVERGED:
                 return Diverged(text, (rank,))
