@@ -22,11 +22,13 @@ from sherd.comm.host.communicator import HostCommunicator
 from sherd.comm.solo import SoloCommunicator
 from sherd.comm.summation import SummationTree
 from sherd.config import CommOptions
+from sherd.errors import CodecFailed
 
 __all__ = [
     "C10dCommunicator",
     "Cast",
     "Codec",
+    "CodecFailed",
     "CommOptions",
     "Communicator",
     "Count",

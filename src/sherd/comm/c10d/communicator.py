@@ -35,6 +35,7 @@ from sherd.comm.summation import cut_for, one_phase
 from sherd.config import CommOptions
 from sherd.errors import CodecFailed, CommClosed, CommError
 
+MOVE_EVERY = 0.005
 _HEADER = struct.Struct("<Q504s")  # fingerprint, call and site
 
 
@@ -229,8 +230,13 @@ class C10dCommunicator(Communicator):
 
     def _message(self, call: Call, payload: int, peer: int, steps: Callable[[], Steps]) -> Handle:
         def watch(attempt: Callable[[float], bool]) -> None:
+            def attempt_and_move(seconds: float) -> bool:
+                # The peer may be waiting for this rank's part of the collective before it sends.
+                moving = self._in_exchanges is not None and not self._in_exchanges.done()
+                return attempt(MOVE_EVERY if moving else seconds)
+
             with self._breaking():
-                self._watchdog.watch(attempt, [peer])
+                self._watchdog.watch(attempt_and_move, [peer])
 
         lane = (call.operation, peer)
         self._check_usable()
