@@ -86,23 +86,36 @@ def combine(tree: SummationTree, parts: Sequence[Tensor], out: Tensor, reduction
 
     `out` may be one of the parts, and may have another dtype; it is rounded to that dtype once, at the end.
     """
-    wire = parts[0].dtype
-    if len(parts) == 2 and out.dtype == wire == sum_dtype(wire):
-        # Groups of one or one group of two: the same single addition, straight into its place.
-        REDUCTIONS[reduction](parts[0], parts[1], out=out)
-        if reduction == "mean":
-            _divide(out, 2)
-        return
     if len(parts) == 1:
         out.copy_(parts[0])
         return
-    numel = out.numel()
-    if numel <= SUM_BLOCK:
+    wire = parts[0].dtype
+    if out.dtype == wire == sum_dtype(wire):
+        if len(parts) == 2:
+            # One group or two: the same single addition, straight into its place.
+            REDUCTIONS[reduction](parts[0], parts[1], out=out)
+            if reduction == "mean":
+                _divide(out, 2)
+            return
+        if len(tree.groups) == 1 and all(out.data_ptr() != part.data_ptr() for part in parts[2:]):
+            _combine_directly(parts, out, reduction)
+            return
+    if out.numel() <= SUM_BLOCK:
         out.copy_(_combine_block(tree, parts, reduction))
         return
-    for start in range(0, numel, SUM_BLOCK):
-        stop = min(start + SUM_BLOCK, numel)
-        out[start:stop].copy_(_combine_block(tree, [part[start:stop] for part in parts], reduction))
+    for place, *pieces in zip(out.split(SUM_BLOCK), *(part.split(SUM_BLOCK) for part in parts), strict=True):
+        place.copy_(_combine_block(tree, pieces, reduction))
+
+
+def _combine_directly(parts: Sequence[Tensor], out: Tensor, reduction: str) -> None:
+    """In one group, straight into its place: nothing is rounded on the way and no later part is written over."""
+    add = REDUCTIONS[reduction]
+    for place, first, *others in zip(out.split(SUM_BLOCK), *(part.split(SUM_BLOCK) for part in parts), strict=True):
+        total = first
+        for other in others:
+            total = add(total, other, out=place)
+        if reduction == "mean":
+            _divide(place, len(parts))
 
 
 def _combine_block(tree: SummationTree, parts: Sequence[Tensor], reduction: str) -> Tensor:
