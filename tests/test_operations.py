@@ -194,6 +194,21 @@ def test_shared_tensors_and_buffers(ranks):
     ranks(4).run(shared_memory)
 
 
+def larger_than_any_buffer(transport):
+    with comm.connect(CommOptions(transport=transport, group=2)) as c:
+        rank, world = c.rank, c.world
+        inputs = [tensor_of(r, (world * 1_500_001,), torch.float32) for r in range(world)]
+        expected = reduced(inputs, 2)
+        same(c.reduce_scatter(inputs[rank]).wait(), expected.chunk(world)[rank], "reduce_scatter")
+        same(c.all_gather(inputs[rank]).wait(), torch.cat(inputs), "all_gather")
+        same(c.all_reduce(inputs[rank], inputs[rank]).wait(), expected, "all_reduce")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_tensors_larger_than_any_buffer(ranks, transport):
+    ranks(3).run(larger_than_any_buffer, transport)
+
+
 def objects_and_groups(transport):
     with comm.connect(CommOptions(transport=transport)) as c:
         assert c.all_gather_object({"rank": c.rank, "long": "x" * c.rank * 3000}) == [

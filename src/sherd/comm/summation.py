@@ -10,7 +10,7 @@ travels between hosts, and it travels in the dtype of the contributions (its *wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -103,19 +103,23 @@ def combine(tree: SummationTree, parts: Sequence[Tensor], out: Tensor, reduction
     if out.numel() <= SUM_BLOCK:
         out.copy_(_combine_block(tree, parts, reduction))
         return
-    for place, *pieces in zip(out.split(SUM_BLOCK), *(part.split(SUM_BLOCK) for part in parts), strict=True):
+    for place, *pieces in _in_blocks(out, *parts):
         place.copy_(_combine_block(tree, pieces, reduction))
 
 
 def _combine_directly(parts: Sequence[Tensor], out: Tensor, reduction: str) -> None:
     """In one group, straight into its place: nothing is rounded on the way and no later part is written over."""
     add = REDUCTIONS[reduction]
-    for place, first, *others in zip(out.split(SUM_BLOCK), *(part.split(SUM_BLOCK) for part in parts), strict=True):
+    for place, first, *others in _in_blocks(out, *parts):
         total = first
         for other in others:
             total = add(total, other, out=place)
         if reduction == "mean":
             _divide(place, len(parts))
+
+
+def _in_blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    return zip(*(torch.split(tensor, SUM_BLOCK) for tensor in tensors), strict=True)
 
 
 def _combine_block(tree: SummationTree, parts: Sequence[Tensor], reduction: str) -> Tensor:
