@@ -19,13 +19,14 @@ from sherd.comm.codec import Codec
 from sherd.comm.handle import Handle
 from sherd.comm.host.board import Board, State, spins_pay
 from sherd.comm.host.channel import Channels
+from sherd.comm.host.headers import Headers
 from sherd.comm.host.memory import PAGE, Segment, round_up
 from sherd.comm.host.operation import Operation, SteppedOperation, Steps
 from sherd.comm.host.peers import Peers
 from sherd.comm.host.rendezvous import Link, meet
 from sherd.comm.host.scheduler import Scheduler
 from sherd.comm.host.shared import Place, SharedMemory
-from sherd.comm.host.small import Finish, SmallPlan
+from sherd.comm.host.small import Finish, SmallCalls, SmallPlan
 from sherd.comm.host.staging import SMALL_BYTES, SMALL_CHUNKS, Staging
 from sherd.comm.host.streams import Streams, Take
 from sherd.comm.host.waiting import Waiter
@@ -60,7 +61,9 @@ class HostCommunicator(Communicator):
         self._scheduler = Scheduler(self._board, waiter)
         small = self._ring("small", SMALL_BYTES, SMALL_CHUNKS)
         large = self._ring("large", options.chunk_bytes, options.chunks)
-        self._streams = Streams(self._board, small, large, self._memory, self.names, options.check)
+        headers = Headers(self._board, self.names, options.check)
+        self._small_calls = SmallCalls(headers, small)
+        self._streams = Streams(headers, small, large, self._memory)
         channels = self._share("channels", Channels.nbytes(world))
         self._channels = Channels(channels, self._board, self._memory, self._scheduler, self.names)
         # Called by close(), or when nobody holds this communicator any more, or at the end of the process.
@@ -236,12 +239,12 @@ class HostCommunicator(Communicator):
             if len(self._plans) > MAX_PLANS:
                 self._plans.clear()
             numel, dtype = source.numel(), source.dtype
-            self._plans[call] = self._streams.small_plan(call, numel, dtype, cut, contributors, finish())
+            self._plans[call] = self._small_calls.plan(call, numel, dtype, cut, contributors, finish())
         plan = self._plans[call]
         if plan is None:
             return None
         self._scheduler.admit()
-        o = self._streams.start_small(self._scheduler, self._number + 1, plan, self._site, source, target)
+        o = self._small_calls.start(self._scheduler, self._number + 1, plan, self._site, source, target)
         if o is None:
             return None
         self._number += 1

@@ -15,16 +15,13 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
-from sherd.comm import faults
-from sherd.comm.calls import Call, Site
+from sherd.comm.calls import Call
 from sherd.comm.codec import Codec, decoded, encode
-from sherd.comm.host.board import CHUNK_BITS, HEADER_WORDS, HEADERS, Board, State, progress
-from sherd.comm.host.operation import Need, Operation, SteppedOperation, Steps
-from sherd.comm.host.scheduler import Scheduler
+from sherd.comm.host.board import HEADERS, progress
+from sherd.comm.host.headers import Headers
+from sherd.comm.host.operation import Need, SteppedOperation, Steps
 from sherd.comm.host.shared import STAGED, Place, SharedMemory
-from sherd.comm.host.small import Finish, SmallOperation, SmallPlan
 from sherd.comm.host.staging import Geometry, Staging, is_small
-from sherd.errors import Diverged
 
 Take = Callable[[int, int, list[Tensor]], None]
 """take(start, stop, parts): use elements [start, stop) of what each contributor gave."""
@@ -37,21 +34,15 @@ Receive = Callable[[int, int, int], None]
 class Streams:
     """Moves tensors between the ranks of a host. The generators are the steps of operations."""
 
-    def __init__(
-        self, board: Board, small: Staging, large: Staging, memory: SharedMemory, names: Sequence[str], check: bool
-    ) -> None:
-        self._board = board
+    def __init__(self, headers: Headers, small: Staging, large: Staging, memory: SharedMemory) -> None:
+        self._headers = headers
+        self._board = headers.board
         self._small, self._large = small, large
         self._memory = memory
-        self._names = names
-        self._check = check
-        self._rank, self._world = board.rank, board.world
-        others = [r for r in range(board.world) if r != board.rank]
-        self._posted_by_peers = tuple(board.posted[r] for r in others)
-        self._done_by_peers = tuple(board.done[r] for r in others)
-        self._my_posted, self._my_done = board.posted[board.rank], board.done[board.rank]
+        self._rank, self._world = headers.board.rank, headers.board.world
+        self._posted_by_peers, self._done_by_peers = headers.posted_by_peers, headers.done_by_peers
+        self._my_posted, self._my_done = headers.my_posted, headers.my_done
         self._geometries: dict[tuple[Call, int, int, bool], Geometry] = {}
-        self._headers_free = HEADERS - 1
 
     # ---------------------------------------------------------------- movements
 
@@ -136,53 +127,6 @@ class Streams:
         self._board.raise_flag(self._my_done, o.base + 1)
         yield self._done_by_peers, o.base + 1
 
-    # ---------------------------------------------------------------- small calls
-
-    def small_plan(
-        self, call: Call, numel: int, dtype: torch.dtype, cut: int, contributors: Sequence[int], finish: Finish
-    ) -> SmallPlan | None:
-        """A plan for contributions of `numel` elements of which each rank reads `cut`, if they are small."""
-        if not is_small(numel * dtype.itemsize):
-            return None
-        offset = self._rank * cut * dtype.itemsize if cut < numel else 0
-        reads = contributors if numel else ()
-        views = [self._small.views(r, offset, cut, dtype) if r in reads else None for r in range(self._world)]
-        mine = self._small.views(self._rank, 0, numel, dtype) if self._rank in reads else None
-        return SmallPlan(call, mine, views, finish)
-
-    def start_small(
-        self, scheduler: Scheduler, number: int, plan: SmallPlan, site: Site, source: Tensor, target: Tensor
-    ) -> SmallOperation | None:
-        """Issue a small call, or None where there is no room at once: the general way waits for it."""
-        staging = self._small
-        if staging.free_after() or not self._has_header(number):
-            return None
-        o = SmallOperation(scheduler, number, plan, target, self)
-        chunk = 0
-        if plan.mine is not None:
-            chunk = staging.take(o.base + 1)
-            plan.mine[chunk % staging.chunks].copy_(source)
-        self._board.write_header(number, plan.call, site, STAGED, chunk)
-        self._board.raise_flag(self._my_posted, o.base + plan.chunks)
-        o.need = (self._posted_by_peers, o.base + plan.chunks)
-        return o
-
-    def finish_small(self, o: SmallOperation) -> None:
-        board, plan = self._board, o.plan
-        words, chunks, within = board.words, self._small.chunks, o.number % HEADERS * HEADER_WORDS
-        parts = []
-        for r, start_of_headers in enumerate(board.headers):
-            header = start_of_headers + within
-            if self._check and words[header] != plan.call.fingerprint:
-                raise self._diverged(o, r)
-            views = plan.views[r]
-            if views is not None:
-                parts.append(views[words[header + 4] % chunks])
-        if parts:
-            plan.finish(parts, o.target)
-        board.raise_flag(self._my_done, o.base + plan.chunks)
-        o.finished = True
-
     # ---------------------------------------------------------------- their parts
 
     def _lend(self, source: Tensor, codec: Codec | None) -> Place:
@@ -197,16 +141,9 @@ class Streams:
 
     def _announce(self, o: SteppedOperation, lent: Place, staging: Staging) -> Steps:
         """Write the header of an operation; its first contribution follows."""
-        if not self._has_header(o.number):
+        if not self._headers.is_free(o.number):
             yield self._done_by_peers, progress(o.number - HEADERS + 1)
         self._board.write_header(o.number, o.call, o.site, lent, staging.written)
-
-    def _has_header(self, number: int) -> bool:
-        """Whether nobody needs what the header of operation `number` held before."""
-        if number > self._headers_free:
-            lowest = min(self._board.words[index] for index in self._done_by_peers)
-            self._headers_free = (lowest >> CHUNK_BITS) + HEADERS - 1
-        return number <= self._headers_free
 
     def _gather(
         self,
@@ -281,8 +218,8 @@ class Streams:
                 o.staged_all = last and staged == count
             yield self._posted_by_peers, base + index + 1
             if o.places is None:
-                places = self._verify(o)
-                if count > 1 and all(places[r][0] >= 0 for r in contributors):
+                o.places = self._headers.compare(o)
+                if count > 1 and all(o.places[r][0] >= 0 for r in contributors):
                     receive(0, numel, 0)
                     break
             receive(index * g.elements, min((index + 1) * g.elements, numel), index)
@@ -295,30 +232,12 @@ class Streams:
         self._post(o, o.base + first)
         yield self._posted_by_peers, o.base + first
         if o.places is None:
-            self._verify(o)
+            o.places = self._headers.compare(o)
         self._board.raise_flag(self._my_done, o.base + first)
 
     def _post(self, o: SteppedOperation, reached: int) -> None:
         self._board.raise_flag(self._my_posted, reached)
         o.posted = True
-
-    def _verify(self, o: SteppedOperation) -> list[tuple[int, int, int]]:
-        """All ranks made the same call; note where each one's contribution lies."""
-        board = self._board
-        if self._check:
-            for r in range(self._world):
-                if board.fingerprint(r, o.number) != o.call.fingerprint:
-                    raise self._diverged(o, r)
-        o.places = [board.place(r, o.number) for r in range(self._world)]
-        return o.places
-
-    def _diverged(self, o: Operation, other: int) -> Diverged:
-        ranks = sorted((self._rank, other))
-        sides = [f"{self._names[r]} called {self._board.call_text(r, o.number)}" for r in ranks]
-        error = faults.diverged(o.number, sides, ranks)
-        self._board.leave_word(State.DIVERGED, str(error))
-        faults.emit_fault(error)
-        return error
 
     def _write(self, staging: Staging, chunk: int, offset: int, piece: Tensor, codec: Codec | None) -> None:
         if codec is None:

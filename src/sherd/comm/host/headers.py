@@ -1,0 +1,48 @@
+"""Announcing operations to the other ranks, and comparing what they announced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sherd.comm import faults
+from sherd.comm.host.board import CHUNK_BITS, HEADERS, Board, State
+from sherd.comm.host.operation import Operation
+from sherd.errors import Diverged
+
+
+class Headers:
+    """One rank's view of the headers and flags of a board."""
+
+    def __init__(self, board: Board, names: Sequence[str], check: bool) -> None:
+        self.board = board
+        self.check = check
+        others = [r for r in range(board.world) if r != board.rank]
+        self.posted_by_peers = tuple(board.posted[r] for r in others)
+        self.done_by_peers = tuple(board.done[r] for r in others)
+        self.my_posted, self.my_done = board.posted[board.rank], board.done[board.rank]
+        self._names = names
+        self._free = HEADERS - 1  # the last operation whose header is known to be free
+
+    def is_free(self, number: int) -> bool:
+        """Whether nobody needs what the header of operation `number` held before."""
+        if number > self._free:
+            lowest = min(self.board.words[index] for index in self.done_by_peers)
+            self._free = (lowest >> CHUNK_BITS) + HEADERS - 1
+        return number <= self._free
+
+    def compare(self, o: Operation) -> list[tuple[int, int, int]]:
+        """Raise unless all ranks, which have posted, made the same call; the place of each one's contribution."""
+        board = self.board
+        if self.check:
+            for r in range(board.world):
+                if board.fingerprint(r, o.number) != o.call.fingerprint:
+                    raise self.diverged(o, r)
+        return [board.place(r, o.number) for r in range(board.world)]
+
+    def diverged(self, o: Operation, other: int) -> Diverged:
+        ranks = sorted((self.board.rank, other))
+        sides = [f"{self._names[r]} called {self.board.call_text(r, o.number)}" for r in ranks]
+        error = faults.diverged(o.number, sides, ranks)
+        self.board.leave_word(State.DIVERGED, str(error))
+        faults.emit_fault(error)
+        return error
