@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import logging
 
 import pytest
 import torch
 from tests.comm_reference import DTYPES, OPERATORS, reduced, tensor_of
 
 from sherd import CommOptions, comm
+from sherd.comm.host import rendezvous
 from sherd.errors import ConfigError, Unsupported
 
 TRANSPORTS = ("host", "c10d")
@@ -331,6 +333,39 @@ def hosts_by_label(transport):
             return c.transport, c.tree.group
     except Unsupported as error:
         return str(error)
+
+
+class Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def without_memfd(transport):
+    lines = Lines()
+    logging.getLogger("sherd").addHandler(lines)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "unsupported_reason", lambda: "memfd is forbidden")
+        try:
+            with comm.connect(CommOptions(transport=transport)) as c:
+                assert c.all_reduce(torch.ones(2)).wait().tolist() == [2.0, 2.0]
+                return c.transport, lines.lines
+        except Unsupported as error:
+            return str(error)
+        finally:
+            logging.getLogger("sherd").removeHandler(lines)
+
+
+def test_where_memory_cannot_be_shared_c10d_is_used_and_said_once(ranks):
+    (first, said), (second, silent) = ranks(2).run(without_memfd, "auto")
+    assert (first, second) == ("c10d", "c10d")
+    assert len(said) == 1
+    assert "memfd is forbidden" in said[0]
+    assert not silent
+    assert all("memfd is forbidden. Write transport=" in text for text in ranks(2).run(without_memfd, "host"))
 
 
 def test_labels_make_one_machine_play_several_hosts(ranks):

@@ -15,11 +15,10 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from sherd.comm.calls import Call, Site, call_site, describe
 from sherd.comm.codec import Codec
@@ -28,6 +27,9 @@ from sherd.comm.handle import CopyBack, Handle
 from sherd.comm.summation import SummationTree, check_reduction
 from sherd.config import CommOptions
 from sherd.errors import ConfigError, Unsupported
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _BARRIER = Call("barrier", "barrier()")
 

@@ -7,6 +7,7 @@ without waiting, completed later, or moved on while the rank waits for something
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING
@@ -42,9 +43,9 @@ class Operation(Handle):
         self.need: Need = NOTHING
         self.queue: deque[Operation]
 
+    @abstractmethod
     def step(self) -> None:
         """Go on to the next need, the present one being met, or to the end."""
-        raise NotImplementedError
 
     def wait(self) -> Tensor:
         if not self.finished:
