@@ -20,8 +20,8 @@ from sherd.errors import ConfigError
 ALIGNMENT = 64
 
 # Contributions up to this size go whole through a ring of their own: many may be under way at once, while the ring for
-# streams is short. Two chunks in turn stay in the cache from the copy in to the copy out; with eight, a stream of
-# 100 MB took a third longer.
+# streams is short. Two chunks in turn stay in the cache from the copy in to the copy out; with eight, an all-gather
+# of 100 MB took a third longer.
 SMALL_BYTES = 1 << 16
 SMALL_CHUNKS = 16
 
