@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.log_lines import log_lines
 
 from sherd import CommOptions, comm
 from sherd.errors import CommClosed, Diverged, PeerLost, RankFailed, SherdError
@@ -155,30 +155,18 @@ def test_the_fingerprint_over_c10d_can_be_turned_off(ranks):
     assert ranks(2).run(unchecked) == [0, 0]
 
 
-class Records(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def late(transport, timeout, delay):
-    records = Records()
-    logging.getLogger("sherd").addHandler(records)
-    c = comm.connect(CommOptions(transport=transport, timeout=timeout, warn_after=0.3))
-    c.all_reduce(torch.ones(2)).wait()
-    dist.barrier()
-    if c.rank == 1:
-        time.sleep(delay)
-    try:
-        c.all_gather(torch.ones(3)).wait()
-        text = "no error"
-    except SherdError as error:
-        text = f"{type(error).__name__}: {error}"
-    logging.getLogger("sherd").removeHandler(records)
-    return text, records.lines
+    with log_lines() as lines:
+        c = comm.connect(CommOptions(transport=transport, timeout=timeout, warn_after=0.3))
+        c.all_reduce(torch.ones(2)).wait()
+        dist.barrier()
+        if c.rank == 1:
+            time.sleep(delay)
+        try:
+            c.all_gather(torch.ones(3)).wait()
+        except SherdError as error:
+            return f"{type(error).__name__}: {error}", lines
+        return "no error", lines
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

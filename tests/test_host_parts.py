@@ -141,6 +141,15 @@ def test_more_call_texts_than_fit_are_overwritten_in_turn():
             assert board.call_text(0, i + 1) == f"call {i} at line {i}"
 
 
+def test_labels_that_change_with_every_step_do_not_pile_up():
+    for i in range(calls.MAX_TEXTS + 10):
+        with calls.labelled(f"step {i}"):
+            site = calls.call_site()
+            assert calls.site_text(site) == f"step {i}"
+    assert len(calls._texts) <= calls.MAX_TEXTS
+    assert calls.site_text((-1, 12345)) == "a line that is no longer remembered"
+
+
 def test_shared_memory_finds_the_segment_of_a_tensor():
     memory, first, second = SharedMemory(), segment(8192), segment(4096)
     assert memory.find(torch.ones(3)) is STAGED

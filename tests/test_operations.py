@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import logging
 
 import pytest
 import torch
 from tests.comm_reference import DTYPES, OPERATORS, reduced, tensor_of
+from tests.log_lines import log_lines
 
 from sherd import CommOptions, comm
 from sherd.comm.host import rendezvous
@@ -335,28 +335,15 @@ def hosts_by_label(transport):
         return str(error)
 
 
-class Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def without_memfd(transport):
-    lines = Lines()
-    logging.getLogger("sherd").addHandler(lines)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, log_lines() as lines:
         patch.setattr(rendezvous, "unsupported_reason", lambda: "memfd is forbidden")
         try:
             with comm.connect(CommOptions(transport=transport)) as c:
                 assert c.all_reduce(torch.ones(2)).wait().tolist() == [2.0, 2.0]
-                return c.transport, lines.lines
+                return c.transport, lines
         except Unsupported as error:
             return str(error)
-        finally:
-            logging.getLogger("sherd").removeHandler(lines)
 
 
 def test_where_memory_cannot_be_shared_c10d_is_used_and_said_once(ranks):

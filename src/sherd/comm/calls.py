@@ -20,6 +20,7 @@ import torch
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _OURS = tuple(f"{_PACKAGE}/{part}" for part in ("comm", "engine", "strategies", "api", "checkpoint", "elastic"))
 _TORCH = str(Path(torch.__file__).resolve().parent)
+MAX_TEXTS = 16_384
 _inner: dict[int, tuple[bool, CodeType]] = {}
 _texts: dict[Site, str] = {}
 _labels: dict[int, Site] = {}  # by thread
@@ -69,12 +70,18 @@ def call_site(depth: int = 2) -> Site:
         frame = frame.f_back
     site = (id(code), frame.f_lasti)
     if site not in _texts:
-        _texts[site] = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+        _remember(site, f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
     return site
 
 
 def site_text(site: Site) -> str:
-    return _texts[site]
+    return _texts.get(site, "a line that is no longer remembered")
+
+
+def _remember(site: Site, text: str) -> None:
+    if len(_texts) >= MAX_TEXTS:
+        _texts.clear()  # labels that change with every step must not pile up
+    _texts[site] = text
 
 
 @contextmanager
@@ -83,7 +90,7 @@ def labelled(text: str) -> Iterator[None]:
     thread = threading.get_ident()
     before = _labels.get(thread)
     site = (-1, hash(text))
-    _texts[site] = text
+    _remember(site, text)
     _labels[thread] = site
     try:
         yield

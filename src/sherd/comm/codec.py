@@ -70,6 +70,11 @@ class Cast(Codec):
         target.copy_(wire.view(self.dtype))
 
 
+def wire_bytes(numel: int, like: Tensor, codec: Codec | None = None) -> int:
+    """Bytes on the wire for `numel` elements of the dtype of `like`."""
+    return codec.wire_bytes(numel) if codec else numel * like.element_size()
+
+
 def encode(codec: Codec, source: Tensor, wire: Tensor) -> None:
     """`codec.encode`, whose failure is the codec's and no peer's."""
     try:

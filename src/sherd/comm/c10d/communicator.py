@@ -27,7 +27,7 @@ from sherd.comm.c10d.lanes import Lane, Message
 from sherd.comm.c10d.slices import Slices, Steps, as_bytes
 from sherd.comm.c10d.watchdog import Watchdog
 from sherd.comm.calls import Call, call_site, site_text
-from sherd.comm.codec import Codec
+from sherd.comm.codec import Codec, wire_bytes
 from sherd.comm.handle import Handle
 from sherd.comm.host.peers import Peers
 from sherd.comm.solo import SoloCommunicator
@@ -142,26 +142,26 @@ class C10dCommunicator(Communicator):
 
     def _reduce_scatter(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
         cut = target.numel()
-        payload = (self.world - 1) * _wire_bytes(cut, source, codec)
+        payload = (self.world - 1) * wire_bytes(cut, source, codec)
         if self.options.order == "transport" and codec is None:
             return self._issue(call, payload, lambda: self._slices.backend_reduce_scatter(source, target, op))
         exchanges = 2 if self._slices.goes_in_pieces(source, cut, codec) else 1
         return self._issue(call, payload, lambda: self._slices.reduce(source, target, cut, op, codec), exchanges)
 
     def _all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
-        payload = (self.world - 1) * _wire_bytes(source.numel(), source, codec)
+        payload = (self.world - 1) * wire_bytes(source.numel(), source, codec)
         return self._issue(call, payload, lambda: self._slices.gather(source, target, codec))
 
     def _all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
         numel, peers = source.numel(), self.world - 1
         if self.options.order == "transport" and codec is None:
-            payload = 2 * peers * _wire_bytes(numel, source) // self.world
+            payload = 2 * peers * wire_bytes(numel, source) // self.world
             return self._issue(call, payload, lambda: self._slices.backend_all_reduce(source, target, op))
         if one_phase(numel * source.element_size(), codec):
-            payload = peers * _wire_bytes(numel, source)
+            payload = peers * wire_bytes(numel, source)
             return self._issue(call, payload, lambda: self._slices.gather_and_reduce(source, target, op))
         cut = cut_for(numel, self.world, codec)
-        payload = peers * (_wire_bytes(cut, source, codec) + _wire_bytes(cut, target, codec))
+        payload = peers * (wire_bytes(cut, source, codec) + wire_bytes(cut, target, codec))
         return self._issue(call, payload, lambda: self._slices.reduce_and_gather(source, target, cut, op, codec), 2)
 
     def _broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
@@ -169,14 +169,14 @@ class C10dCommunicator(Communicator):
             work: dist.Work = dist.broadcast(as_bytes(target), group=self._group, group_src=root, async_op=True)
             yield work
 
-        payload = (self.world - 1) * _wire_bytes(target.numel(), target) if self.rank == root else 0
+        payload = (self.world - 1) * wire_bytes(target.numel(), target) if self.rank == root else 0
         return self._issue(call, payload, steps)
 
     def _all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
         def steps() -> Steps:
             yield self._slices.all_to_all(target, source)
 
-        return self._issue(call, (self.world - 1) * _wire_bytes(source.numel() // self.world, source), steps)
+        return self._issue(call, (self.world - 1) * wire_bytes(source.numel() // self.world, source), steps)
 
     def _barrier(self, call: Call) -> Handle:
         def steps() -> Steps:
@@ -196,7 +196,7 @@ class C10dCommunicator(Communicator):
             if source.numel():
                 yield _started(dist.isend(as_bytes(source), group=self._group, group_dst=to))
 
-        return self._message(call, _wire_bytes(source.numel(), source), to, steps)
+        return self._message(call, wire_bytes(source.numel(), source), to, steps)
 
     def _recv(self, call: Call, target: Tensor, source: int) -> Handle:
         header = self._header(call)
@@ -309,7 +309,3 @@ def _started(work: dist.Work | None) -> dist.Work:
 
 def _no_steps() -> Steps:
     yield from ()
-
-
-def _wire_bytes(numel: int, tensor: Tensor, codec: Codec | None = None) -> int:
-    return codec.wire_bytes(numel) if codec else numel * tensor.element_size()

@@ -27,7 +27,7 @@ from sherd.errors import CommError, Diverged, PeerLost, TimedOut
 LOOK_EVERY = 0.1
 PUBLISH_EVERY = 1.0
 PATIENCE = 0.2
-_FAULTS: dict[str, type[CommError]] = {"diverged": Diverged, "lost": PeerLost, "late": TimedOut, "failed": PeerLost}
+_FAULTS: dict[str, type[CommError]] = {"diverged": Diverged, "lost": PeerLost, "late": TimedOut}
 
 
 class Watchdog:

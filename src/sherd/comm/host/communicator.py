@@ -15,7 +15,7 @@ from torch import Tensor
 from sherd import observe
 from sherd.comm.base import Communicator
 from sherd.comm.calls import Call, call_site
-from sherd.comm.codec import Codec
+from sherd.comm.codec import Codec, wire_bytes
 from sherd.comm.handle import Handle
 from sherd.comm.host.board import Board, State, spins_pay
 from sherd.comm.host.channel import Channels
@@ -130,7 +130,7 @@ class HostCommunicator(Communicator):
 
     def _reduce_scatter(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
         cut = target.numel()
-        self._count(call, (self.world - 1) * _wire_bytes(cut, source, codec))
+        self._count(call, (self.world - 1) * wire_bytes(cut, source, codec))
         if codec is None:
             small = self._start_small(call, source, target, cut, self._all, lambda: self._reduce_whole(op))
             if small is not None:
@@ -140,7 +140,7 @@ class HostCommunicator(Communicator):
 
     def _all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
         cut = target.numel() // self.world
-        self._count(call, (self.world - 1) * _wire_bytes(cut, source))
+        self._count(call, (self.world - 1) * wire_bytes(cut, source))
         small = self._start_small(call, source, target, cut, self._all, lambda: _concatenate)
         if small is not None:
             return small
@@ -154,7 +154,7 @@ class HostCommunicator(Communicator):
             self._count(call, 0)
             o = self._new(call)
             return self._issue(o, self._streams.publish(o, source, target[self.rank * cut : (self.rank + 1) * cut]))
-        self._count(call, (self.world - 1) * _wire_bytes(cut, source, codec))
+        self._count(call, (self.world - 1) * wire_bytes(cut, source, codec))
         if codec is None:
             small = self._start_small(call, source, target, cut, self._all, lambda: _concatenate)
             if small is not None:
@@ -164,7 +164,7 @@ class HostCommunicator(Communicator):
 
     def _broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
         numel, receives = target.numel(), self.rank != root
-        self._count(call, 0 if receives else (self.world - 1) * _wire_bytes(numel, target))
+        self._count(call, 0 if receives else (self.world - 1) * wire_bytes(numel, target))
         small = self._start_small(call, target, target, numel, (root,), lambda: _copy if receives else _keep)
         if small is not None:
             return small
@@ -179,14 +179,14 @@ class HostCommunicator(Communicator):
     def _all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
         numel = source.numel()
         if one_phase(numel * source.element_size(), codec):
-            self._count(call, (self.world - 1) * _wire_bytes(numel, source))
+            self._count(call, (self.world - 1) * wire_bytes(numel, source))
             small = self._start_small(call, source, target, numel, self._all, lambda: self._reduce_whole(op))
             if small is not None:
                 return small
             o = self._new(call)
             return self._issue(o, self._streams.gather(o, source, numel, self._all, None, self._reducing(target, op)))
         cut = cut_for(numel, self.world, codec)
-        self._count(call, (self.world - 1) * (_wire_bytes(cut, source, codec) + _wire_bytes(cut, target, codec)))
+        self._count(call, (self.world - 1) * (wire_bytes(cut, source, codec) + wire_bytes(cut, target, codec)))
         mine = target[self.rank * cut : (self.rank + 1) * cut]
         o = self._new(call)
         reduce, spread = self._reducing(mine, op), _spreading(target, cut)
@@ -203,7 +203,7 @@ class HostCommunicator(Communicator):
 
     def _send(self, call: Call, source: Tensor, to: int) -> Handle:
         self._scheduler.check()
-        self._count(call, source.numel() * source.element_size())
+        self._count(call, wire_bytes(source.numel(), source))
         return self._channels.send(call, self._site, source, to)
 
     def _recv(self, call: Call, target: Tensor, source: int) -> Handle:
@@ -302,10 +302,6 @@ def _keep(parts: list[Tensor], target: Tensor) -> None:
 
 def _ignoring(start: int, stop: int, parts: list[Tensor]) -> None:
     pass
-
-
-def _wire_bytes(numel: int, tensor: Tensor, codec: Codec | None = None) -> int:
-    return codec.wire_bytes(numel) if codec else numel * tensor.element_size()
 
 
 def _leave(pid: int, why: list[BaseException], board: Board, peers: Peers, link: Link) -> None:
