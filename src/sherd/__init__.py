@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from sherd.config import CommOptions
+from sherd.config import CommOptions, StepOptions
 from sherd.errors import (
     CodecFailed,
     CommClosed,
@@ -21,10 +21,20 @@ from sherd.errors import (
 
 if TYPE_CHECKING:
     from sherd import comm
+    from sherd.api import clip_grad_norm_, describe, distribute, full_grad, full_parameters, no_sync, weigh
+    from sherd.strategies import DDP, Strategy, ZeRO
 
 __version__ = "0.1.0"
 
+_LAZY = {
+    **dict.fromkeys(
+        ("clip_grad_norm_", "describe", "distribute", "full_grad", "full_parameters", "no_sync", "weigh"), "sherd.api"
+    ),
+    **dict.fromkeys(("DDP", "Strategy", "ZeRO"), "sherd.strategies"),
+}
+
 __all__ = [
+    "DDP",
     "CodecFailed",
     "CommClosed",
     "CommError",
@@ -34,15 +44,27 @@ __all__ = [
     "PeerLost",
     "RankFailed",
     "SherdError",
+    "StepOptions",
+    "Strategy",
     "TimedOut",
     "Unsupported",
+    "ZeRO",
     "__version__",
+    "clip_grad_norm_",
     "comm",
+    "describe",
+    "distribute",
+    "full_grad",
+    "full_parameters",
+    "no_sync",
+    "weigh",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch on first use: `sherd --help` must not wait for it."""
-    if name in ("comm",):
-        return importlib.import_module(f"sherd.{name}")
+    if name == "comm":
+        return importlib.import_module("sherd.comm")
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'sherd' has no attribute {name!r}")

@@ -143,6 +143,43 @@ class CommOptions(Options):
             raise ConfigError(f"{error} (from the environment: {read})") from None
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepOptions(Options):
+    """What a step is, whatever the strategy."""
+
+    accumulate: int = 1
+    """Every K-th `step()` is the real one; gradients of the backwards in between are added up."""
+
+    accumulate_at: str | None = None
+    """Where they are added up: on the "rank" that made them (one exchange per step) or at the "owner" of each slice (an
+    exchange per backward, no room for a local gradient). None: what suits the strategy."""
+
+    clip_norm: float | None = None
+    """Scale the gradient of every step so that its 2-norm is at most this."""
+
+    nonfinite: str = "skip"
+    """What to do about NaN or infinite gradients: "skip" the step on every rank, "raise", or "allow" it."""
+
+    loss_reduction: str = "mean"
+    """Whether the loss is a "mean" over its batch, so that gradients are averaged, or a "sum": they are added."""
+
+    bucket_bytes: int | None = None
+    """Bytes of gradients that are reduced together. None: a share of the model, at most 4 MB."""
+
+    check: str = "versions"
+    """How edits of shared parameters are found: by torch's "versions", or "edits": by checksums too."""
+
+    def validate(self) -> None:
+        at_least(self, "accumulate", 1)
+        if self.accumulate_at is not None:
+            one_of(self, "accumulate_at", ("rank", "owner"))
+        positive(self, "clip_norm")
+        one_of(self, "nonfinite", ("skip", "raise", "allow"))
+        one_of(self, "loss_reduction", ("mean", "sum"))
+        at_least(self, "bucket_bytes", 1024)
+        one_of(self, "check", ("versions", "edits"))
+
+
 # Validators: each takes the options and the name of one of them, so that a message can show both.
 
 

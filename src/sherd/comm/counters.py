@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -23,14 +25,27 @@ class Counters:
 
     def __init__(self) -> None:
         self.by_operation: dict[str, Count] = {}
+        self._agreeing = False
 
     def add(self, operation: str, payload: int, control: int) -> None:
         count = self.by_operation.get(operation)
         if count is None:
             count = self.by_operation[operation] = Count()
         count.calls += 1
+        if self._agreeing:
+            count.control += payload + control
+            return
         count.payload += payload
         count.control += control
+
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Calls inside carry what ranks must agree on, not what they train: all of it is control."""
+        before, self._agreeing = self._agreeing, True
+        try:
+            yield
+        finally:
+            self._agreeing = before
 
     def total(self) -> Count:
         counts = self.by_operation.values()

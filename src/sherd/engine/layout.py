@@ -61,19 +61,30 @@ class ShardLayout:
 
     @classmethod
     def build(
-        cls, entries: Iterable[Entry], world: int, *, bucket_numel: int = BUCKET_NUMEL, group: int | None = None
+        cls,
+        entries: Iterable[Entry],
+        world: int,
+        *,
+        bucket_numel: int = BUCKET_NUMEL,
+        group: int | None = None,
+        order: Sequence[int] | None = None,
     ) -> ShardLayout:
-        """Pack `entries`, in this order, into buckets of at most `bucket_numel` elements; sum in groups of `group`.
+        """Pack `entries` into buckets of at most `bucket_numel` elements; sum in groups of `group`.
 
-        Without `group` all owners are one group: plain rank order.
+        They are packed in their own order, or in `order`, which lists their indices: how gradients arrive is not how
+        parameters are counted. Without `group` all owners are one group: plain rank order.
         """
         entries = tuple(entries)
+        order = range(len(entries)) if order is None else order
+        if sorted(order) != list(range(len(entries))):
+            raise ConfigError(f"order must list each of the {len(entries)} entries once, found {list(order)[:8]}...")
         tree = SummationTree(world=world, group=world if group is None else group)
         if bucket_numel < 1:
             raise ConfigError(f"bucket_numel={bucket_numel} holds nothing; write a positive number of elements")
         holders = Holders(world)
         packed = []
-        for members in pack(entries, world, bucket_numel):
+        for positions in pack([entries[index] for index in order], world, bucket_numel):
+            members = tuple(order[position] for position in positions)
             whole = entries[members[0]].placement is Placement.LAYER
             packed.append(Packed(members, holders.choose([entries[m] for m in members]) if whole else None))
         return cls._cut(entries, tree, packed)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from sherd.comm import Communicator
 from sherd.config import Options
+from sherd.engine.choices import Choices
 from sherd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,3 +35,7 @@ class Strategy(Options):
         if cls is Strategy:
             raise ConfigError("Strategy is abstract; build one of its kinds, or name one: sherd.strategies.names()")
         return super().__new__(cls, *args, **options)
+
+    def choose(self, comm: Communicator) -> Choices:
+        """What the engine is to do among these ranks."""
+        raise NotImplementedError(f"{type(self).__name__} must say what the engine is to do: define choose(comm)")

@@ -1,0 +1,29 @@
+"""A distributed model in words and numbers."""
+
+from __future__ import annotations
+
+from sherd.api.training import Training
+
+
+def described(training: Training) -> str:
+    """Strategy, shards, bytes by kind, buckets and transport. Collective: it sums up over the ranks."""
+    engine = training.engine
+    layout, comm = engine.layout, engine.comm
+    mine = {"parameters": engine.store.bytes(), **engine.gradients.bytes(), "optimizer state": training.state_bytes()}
+    with comm.counters.agreeing():
+        everybody = comm.all_gather_object(mine)
+    largest = max((bucket.numel for bucket in layout.buckets), default=0)
+    lines = [
+        f"strategy   {training.strategy.name}: parameters {engine.choices.parameters.value}, "
+        f"gradients {engine.choices.gradients.value}, accumulated at the {engine.choices.accumulate_at.value}",
+        f"ranks      {comm.world} over {comm.transport}",
+        f"model      {layout.numel:,} trainable elements in {len(layout.entries)} parameters, "
+        f"{layout.padded_numel:,} with padding; {sum(p.numel() for p in engine.inventory.frozen):,} frozen",
+        f"buckets    {len(layout.buckets)}, the largest of {largest:,} elements",
+        f"{'bytes':<20}{'this rank':>16}{'all ranks':>16}{'per parameter':>16}",
+    ]
+    numel = max(layout.numel, 1)
+    for kind, own in mine.items():
+        total = sum(each[kind] for each in everybody)
+        lines.append(f"  {kind:<18}{own:>16,}{total:>16,}{total / numel:>16.2f}")
+    return "\n".join(lines)

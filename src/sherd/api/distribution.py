@@ -1,0 +1,110 @@
+"""The one line that changes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar, overload
+
+from torch import nn
+from torch.optim import Optimizer
+
+from sherd.api import optimizer as optimizers
+from sherd.api.loading import follow_loading
+from sherd.api.schedulers import guard_schedulers
+from sherd.api.training import Training, find_training
+from sherd.api.updaters import WholeUpdater, check_parameters, shard_of
+from sherd.comm import Communicator, connect
+from sherd.config import CommOptions, StepOptions
+from sherd.engine.choices import AccumulateAt, Choices, Parameters
+from sherd.engine.engine import Engine
+from sherd.engine.inventory import Inventory
+from sherd.errors import ConfigError
+from sherd.strategies import Strategy, resolve
+
+Model = TypeVar("Model", bound=nn.Module)
+Opt = TypeVar("Opt", bound=Optimizer)
+Loader = TypeVar("Loader")
+
+
+@overload
+def distribute(model: Model, **options: Any) -> Model: ...
+@overload
+def distribute(model: Model, optimizer: Opt, **options: Any) -> tuple[Model, Opt]: ...
+@overload
+def distribute(model: Model, optimizer: Opt, loader: Loader, **options: Any) -> tuple[Model, Opt, Loader]: ...
+def distribute(  # type: ignore[misc]
+    model: Any,
+    optimizer: Any = None,
+    loader: Any = None,
+    *,
+    strategy: str | Strategy = "zero2",
+    accumulate: int = 1,
+    accumulate_at: str | None = None,
+    clip_norm: float | None = None,
+    nonfinite: str = "skip",
+    loss_reduction: str = "mean",
+    bucket_bytes: int | None = None,
+    check: str = "versions",
+    comm: CommOptions | Communicator | None = None,
+) -> Any:
+    """Train `model` on all ranks of this job. Returns what it was given: the same objects, ready for the same loop.
+
+    Collective: all ranks call it, with the same model, and take rank 0's weights. Under torchrun or `sherd run` it
+    starts torch.distributed if nobody has; without them it is a world of one.
+
+    strategy: "ddp", "zero1", "zero2", "zero3", or an object with options such as `sherd.ZeRO(stage=2, ...)`.
+    accumulate: every K-th `step()` is the real one; `step()`, `zero_grad()` and a scheduler's `step()` do nothing in
+        between. The gradient is the mean over ranks and backwards (the sum, with `loss_reduction="sum"`).
+    accumulate_at, clip_norm, nonfinite, loss_reduction, bucket_bytes, check: see `sherd.StepOptions`.
+    comm: options for the communicator, or one that exists.
+    """
+    chosen = resolve(strategy)
+    options = StepOptions(
+        accumulate=accumulate,
+        accumulate_at=accumulate_at,
+        clip_norm=clip_norm,
+        nonfinite=nonfinite,
+        loss_reduction=loss_reduction,
+        bucket_bytes=bucket_bytes,
+        check=check,
+    )
+    inventory = _checked(model, optimizer)
+    ranks = comm if isinstance(comm, Communicator) else connect(comm)
+    inventory.compare(ranks)
+    choices = _choices(chosen, ranks, options)
+    engine = Engine(ranks, inventory, choices, options)
+    updater = None
+    if optimizer is not None:
+        whole = choices.parameters is Parameters.REPLICAS
+        updater = WholeUpdater(optimizer) if whole else shard_of(optimizer, engine, chosen)
+        optimizers.adopt(optimizer)
+    training = Training(engine, chosen, updater)
+    for thing in (model, optimizer):
+        if thing is not None:
+            training.own(thing)
+    follow_loading(model, engine)
+    if options.accumulate > 1:
+        guard_schedulers()
+    given = tuple(thing for thing in (model, optimizer, loader) if thing is not None)
+    return given if len(given) > 1 else model
+
+
+def _checked(model: Any, optimizer: Any) -> Inventory:
+    """The model's inventory, or an error about what was passed."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"distribute takes a torch.nn.Module first, found {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"distribute takes a torch.optim.Optimizer second, found {type(optimizer).__name__}")
+    if find_training(model) is not None:
+        raise ConfigError("this model is distributed already; call sherd.distribute once per model")
+    inventory = Inventory.of(model)
+    for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+        check_parameters(group["params"], (*inventory.trainable, *inventory.frozen), f"the optimizer's group {index}")
+    return inventory
+
+
+def _choices(strategy: Strategy, comm: Communicator, options: StepOptions) -> Choices:
+    choices = strategy.choose(comm)
+    if options.accumulate_at is None:
+        return choices
+    return dataclasses.replace(choices, accumulate_at=AccumulateAt(options.accumulate_at))

@@ -1,0 +1,109 @@
+"""The handle behind a distributed model and its optimizer: a whole training step on one screen."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from sherd.api.updaters import WholeUpdater, check_parameters
+from sherd.engine.engine import Engine
+from sherd.engine.optimizer_shard import OptimizerShard
+from sherd.errors import ConfigError
+from sherd.strategies import Strategy
+
+Closure = Callable[[], Any]
+_trainings: weakref.WeakKeyDictionary[Any, Training] = weakref.WeakKeyDictionary()
+
+
+class Training:
+    """Ties a model and its optimizer to the engine. It lives as long as either of them."""
+
+    def __init__(self, engine: Engine, strategy: Strategy, updater: WholeUpdater | OptimizerShard | None) -> None:
+        self.engine = engine
+        self.strategy = strategy
+        self._updater = updater
+
+    def own(self, thing: nn.Module | Optimizer) -> None:
+        """Be found by `thing`, and live as long as it does."""
+        _trainings[thing] = self
+
+    def step(self, optimizer: Optimizer, closure: Closure | None) -> Any:
+        """What `optimizer.step(closure)` does."""
+        engine, updater = self.engine, self.updater
+        if closure is not None and isinstance(updater, WholeUpdater) and updater.takes_closure:
+            return self._step_by_closure(optimizer, closure, updater)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if engine.prepare_step():
+            with engine.updating():
+                _hooked(optimizer, lambda: updater.step(engine.access.used))
+        return loss
+
+    def _step_by_closure(self, optimizer: Optimizer, closure: Closure, updater: WholeUpdater) -> Any:
+        """A step that evaluates the loss as often as it likes, each time with the gradient of all ranks."""
+        if self.engine.window.length > 1:
+            raise ConfigError(f"{type(optimizer).__name__} evaluates the loss several times per step; use accumulate=1")
+
+        def evaluate() -> Any:
+            loss = closure()
+            self.engine.prepare_step()
+            return loss
+
+        with self.engine.updating():
+            return _hooked(optimizer, lambda: updater.step((), evaluate))
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """What `optimizer.zero_grad()` does."""
+        self.engine.forget(keep_zeros=not set_to_none)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """What `optimizer.state_dict()` gives."""
+        return self.updater.state_dict(self.engine.comm)
+
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """What `optimizer.load_state_dict(state)` does."""
+        self.updater.load_state_dict(state)
+
+    def check_group(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse a new group with parameters of something else."""
+        inventory = self.engine.inventory
+        check_parameters(parameters, (*inventory.trainable, *inventory.frozen), "the new parameter group")
+
+    @property
+    def updater(self) -> WholeUpdater | OptimizerShard:
+        """Who updates the parameters."""
+        if self._updater is None:
+            raise ConfigError("this model was distributed without an optimizer; pass it: distribute(model, optimizer)")
+        return self._updater
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on this rank."""
+        return 0 if self._updater is None else self._updater.state_bytes()
+
+
+def training_of(thing: nn.Module | Optimizer) -> Training:
+    """The handle of a distributed model or optimizer."""
+    training = _trainings.get(thing)
+    if training is None:
+        kind = type(thing).__name__
+        raise ConfigError(f"this {kind} is not distributed; write model, ... = sherd.distribute(model, ...) first")
+    return training
+
+
+def find_training(thing: nn.Module | Optimizer) -> Training | None:
+    """The same, or None."""
+    return _trainings.get(thing)
+
+
+def _hooked(optimizer: Optimizer, update: Callable[[], Any]) -> Any:
+    """Run `update` as torch runs a step: inside the hooks that were registered for it, and in the profile."""
+    run = Optimizer.profile_hook_step(lambda _: update())
+    with torch.no_grad():
+        return run(optimizer)

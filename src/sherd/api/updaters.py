@@ -1,0 +1,71 @@
+"""Who updates the parameters: the user's optimizer itself, or a shard of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from sherd.comm import Communicator
+from sherd.engine.elementwise import why_not_elementwise
+from sherd.engine.engine import Engine
+from sherd.engine.optimizer_shard import OptimizerShard
+from sherd.errors import ConfigError
+from sherd.strategies import Strategy
+
+
+class WholeUpdater:
+    """The user's optimizer updates every parameter on every rank, from `p.grad`."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._kind = type(optimizer)
+        self.takes_closure = why_not_elementwise(optimizer) is not None
+        """Whether `step` may want the closure more than once, as LBFGS does."""
+
+    def step(self, used: Sequence[bool], closure: Any = None) -> Any:
+        step: Any = self._kind.step
+        if getattr(step, "hooked", False):
+            step = step.__wrapped__
+        return step(self._optimizer) if closure is None else step(self._optimizer, closure)
+
+    def state_dict(self, comm: Communicator) -> dict[str, Any]:
+        return self._kind.state_dict(self._optimizer)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._kind.load_state_dict(self._optimizer, dict(state))
+
+    def state_bytes(self) -> int:
+        kept = (value for state in self._optimizer.state.values() for value in state.values())
+        return sum(getattr(value, "nbytes", 0) for value in kept)
+
+
+def shard_of(optimizer: Optimizer, engine: Engine, strategy: Strategy) -> OptimizerShard:
+    """A shard of the user's optimizer, for what this rank owns."""
+    reason = why_not_elementwise(optimizer)
+    if reason is not None:
+        raise ConfigError(
+            f"{type(optimizer).__name__} cannot be sharded: {reason}. strategy={strategy.name!r} updates every "
+            f'parameter in parts; write strategy="ddp", which keeps parameters whole'
+        )
+    return OptimizerShard(
+        optimizer,
+        engine.layout,
+        engine.comm.rank,
+        engine.inventory.trainable,
+        engine.store.slices,
+        engine.gradients.slices,
+    )
+
+
+def check_parameters(parameters: Sequence[nn.Parameter], known: Sequence[nn.Parameter], where: str) -> None:
+    """Refuse parameters that are not the distributed model's: ranks would never agree on them."""
+    ours = {id(parameter) for parameter in known}
+    for position, parameter in enumerate(parameters):
+        if id(parameter) not in ours:
+            raise ConfigError(
+                f"{where} has at position {position} a parameter of shape {tuple(parameter.shape)} that is not the "
+                f"distributed model's; build the optimizer from model.parameters()"
+            )

@@ -1,0 +1,77 @@
+"""Where a backward begins and ends.
+
+A *round* is one outermost backward. Torch tells nobody when it is over: a callback queued with the autograd engine
+fires at the end of an *inner* backward where there is one (reentrant checkpointing). So `torch.autograd.backward`,
+which `Tensor.backward` and reentrant checkpointing both call, is wrapped once per process, by the first listener.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+
+class Listener(Protocol):
+    """Who wants to know."""
+
+    def begin_round(self) -> None:
+        """An outermost backward is about to start."""
+
+    def end_round(self) -> None:
+        """It is over; every gradient hook has been called."""
+
+    def abandon_round(self, error: BaseException) -> None:
+        """It failed."""
+
+
+# In the order in which they were added, which is the same on all ranks: what they do at the end is collective.
+_listeners: list[weakref.ref[Listener]] = []
+_depth = 0
+
+
+def listen(listener: Listener) -> None:
+    """Tell `listener` about every outermost backward of this process for as long as it lives."""
+    if not hasattr(torch.autograd.backward, "__sherd__"):
+        _wrap()
+    _listeners.append(weakref.ref(listener))
+
+
+def _alive() -> Iterator[Listener]:
+    for reference in list(_listeners):
+        listener = reference()
+        if listener is None:
+            _listeners.remove(reference)
+        else:
+            yield listener
+
+
+def _wrap() -> None:
+    original = torch.autograd.backward
+
+    @functools.wraps(original)
+    def backward(*args: Any, **options: Any) -> None:
+        # One counter for the process: an inner backward may run in a thread of the autograd engine.
+        global _depth
+        if _depth:
+            original(*args, **options)
+            return
+        for listener in _alive():
+            listener.begin_round()
+        _depth += 1
+        try:
+            original(*args, **options)
+        except BaseException as error:
+            for listener in _alive():
+                listener.abandon_round(error)
+            raise
+        finally:
+            _depth -= 1
+        for listener in _alive():
+            listener.end_round()
+
+    backward.__sherd__ = True  # type: ignore[attr-defined]
+    torch.autograd.backward = backward

@@ -1,0 +1,46 @@
+"""What a strategy chooses for the engine to act on."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Parameters(enum.Enum):
+    """Where parameters live."""
+
+    REPLICAS = "replicas"
+    """every rank has all of them and updates all of them"""
+    PRIVATE = "private"
+    """every rank has all of them; owners update their slices and ranks gather them"""
+    HOST = "host"
+    """the ranks of a host share one copy; owners update their slices in place"""
+
+
+class Gradients(enum.Enum):
+    """What a rank keeps of the gradient."""
+
+    REPLICAS = "replicas"
+    """all of it: its own, which becomes everybody's sum"""
+    WHOLE = "whole"
+    """its own whole gradient, and in it the sum of the slices that it owns"""
+    SLICES = "slices"
+    """only the sum of the slices that it owns"""
+
+
+class AccumulateAt(enum.Enum):
+    """Where the gradients of several backwards are added up."""
+
+    RANK = "rank"
+    """on the rank that made them: ranks exchange once per step"""
+    OWNER = "owner"
+    """where the sum is kept: ranks exchange after every backward"""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a strategy chose."""
+
+    parameters: Parameters
+    gradients: Gradients
+    accumulate_at: AccumulateAt

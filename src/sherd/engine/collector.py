@@ -1,0 +1,93 @@
+"""The gradients of one round: which have arrived, and which bucket is next.
+
+A bucket is *complete* when each of its entries has arrived once in the round. Buckets are launched as soon as they are
+complete, but in one order that all ranks share; at the end of the round the incomplete ones are launched too, with
+zeros for what is missing. A gradient that arrives again after its bucket was launched is *late*: it waits until ranks
+have agreed that there are such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from sherd.engine.gradients import RingGradients
+from sherd.engine.layout import ShardLayout
+
+
+class Collector:
+    """Takes gradients as they arrive and launches buckets in order."""
+
+    def __init__(self, layout: ShardLayout, gradients: RingGradients) -> None:
+        self._layout = layout
+        self._gradients = gradients
+        self._homes = [layout.bucket_of(entry).index for entry in range(len(layout.entries))]
+        self.order: Sequence[int] = range(len(layout.buckets))
+        """The order in which buckets are launched, the same on all ranks."""
+        self.used = [False] * len(layout.entries)
+        """Which entries have arrived on this rank since the sums were forgotten."""
+        self.start()
+
+    def start(self) -> None:
+        """A new round."""
+        self._arrived = [False] * len(self._layout.entries)
+        self._missing = [len(bucket.members) for bucket in self._layout.buckets]
+        self._late: dict[int, Tensor] = {}
+        self._launched = 0
+        self._is_launched = [False] * len(self._layout.buckets)
+        self.completed: list[int] = []
+        self.arrivals: list[int] = []
+        """What arrived and was completed, in this rank's order: what the order of the next rounds is learned from."""
+
+    def arrive(self, entry: int, gradient: Tensor, factor: float, op: str | None) -> None:
+        """Take a gradient; without `op` nothing is launched in this round."""
+        bucket = self._homes[entry]
+        self.used[entry] = True
+        if self._is_launched[bucket]:
+            late = self._late.get(entry)
+            self._late[entry] = gradient * factor if late is None else late.add_(gradient, alpha=factor)
+            return
+        self._gradients.take(entry, gradient, factor)
+        if self._arrived[entry]:
+            return
+        self._arrived[entry] = True
+        self.arrivals.append(entry)
+        self._missing[bucket] -= 1
+        if not self._missing[bucket]:
+            self.completed.append(bucket)
+            if op is not None:
+                self._launch_in_turn(op)
+
+    def flush(self, op: str) -> None:
+        """Launch the buckets that were not complete."""
+        while self._launched < len(self.order):
+            self._launch_next(op)
+
+    def late_buckets(self) -> list[bool]:
+        """Which buckets this rank has late gradients for."""
+        late = {self._homes[entry] for entry in self._late}
+        return [bucket in late for bucket in range(len(self._layout.buckets))]
+
+    def launch_late(self, buckets: Sequence[bool], op: str) -> None:
+        """Launch again the buckets for which some rank has late gradients."""
+        for entry, gradient in self._late.items():
+            self._gradients.take(entry, gradient, 1.0)
+        self._late = {}
+        for bucket in self.order:
+            if buckets[bucket]:
+                self._gradients.launch(bucket, op)
+
+    def forget(self) -> None:
+        """The sums are gone."""
+        self.used = [False] * len(self.used)
+
+    def _launch_in_turn(self, op: str) -> None:
+        while self._launched < len(self.order) and not self._missing[self.order[self._launched]]:
+            self._launch_next(op)
+
+    def _launch_next(self, op: str) -> None:
+        bucket = self.order[self._launched]
+        self._launched += 1
+        self._is_launched[bucket] = True
+        self._gradients.launch(bucket, op)

@@ -1,0 +1,209 @@
+"""What a user sees as `p.grad`, and how what is done to it comes back into the sums.
+
+Where every rank keeps the whole sum, `p.grad` is a view of it (`NativeGrads`). Where a rank keeps slices, reading
+`p.grad` gathers the bucket that the parameter is in (`GatheredGrads`); a gathered gradient that was changed, as
+`torch.nn.utils.clip_grad_norm_` does, is written back before it is used. Reading is collective then: a rank that reads
+alone gets an error from the communicator, which names it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+from sherd.comm import Communicator, labelled
+from sherd.engine.gradients import RingGradients, WholeGradients
+from sherd.engine.parameter import adopt, raw_grad, release, set_raw_grad
+
+
+class GradAccess(ABC):
+    """`p.grad`. `used[e]` says whether entry e has a gradient on any rank; without one, `p.grad` is None."""
+
+    def __init__(self, gradients: RingGradients, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
+        self.used = [False] * len(parameters)
+        self._gradients = gradients
+        self._parameters = parameters
+        self._names = names
+
+    @abstractmethod
+    def hide(self) -> None:
+        """A round begins: autograd must find no gradient to add to."""
+
+    @abstractmethod
+    def show(self) -> None:
+        """The sums are complete and may be seen."""
+
+    @abstractmethod
+    def collect(self) -> list[int]:
+        """Bring what was done to `p.grad` into the sums; the buckets that changed."""
+
+    @abstractmethod
+    def read(self, entry: int) -> Tensor | None:
+        """The whole gradient of one parameter."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """There is no gradient any more."""
+
+
+class NativeGrads(GradAccess):
+    """`p.grad` is a view of the sum."""
+
+    _gradients: WholeGradients
+
+    def __init__(self, gradients: WholeGradients, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
+        super().__init__(gradients, parameters, names)
+        self._versions: dict[str, int] = {}
+
+    def hide(self) -> None:
+        self.collect()
+        for parameter in self._parameters:
+            set_raw_grad(parameter, None)
+
+    def show(self) -> None:
+        for entry, parameter in enumerate(self._parameters):
+            if self.used[entry]:
+                set_raw_grad(parameter, self._gradients.views[entry])
+        self._note()
+
+    def collect(self) -> list[int]:
+        layout, changed = self._gradients.layout, set()
+        for entry, parameter in enumerate(self._parameters):
+            gradient, view = raw_grad(parameter), self._gradients.views[entry]
+            if gradient is view or (gradient is None and not self.used[entry]):
+                continue
+            bucket = layout.bucket_of(entry).index
+            if gradient is None:
+                view.zero_()
+                self.used[entry] = False
+            else:
+                self._make_room(bucket)
+                view.copy_(gradient)
+                self.used[entry] = True
+                set_raw_grad(parameter, view)
+            changed.add(bucket)
+        if self._versions != self._now():
+            changed.update(range(len(layout.buckets)))
+        self._note()
+        return sorted(changed)
+
+    def read(self, entry: int) -> Tensor | None:
+        return raw_grad(self._parameters[entry])
+
+    def forget(self) -> None:
+        for parameter in self._parameters:
+            set_raw_grad(parameter, None)
+        self.used = [False] * len(self.used)
+        self._note()
+
+    def _make_room(self, bucket: int) -> None:
+        if not self._gradients.summed[bucket]:
+            self._gradients.sums[bucket].zero_()
+            self._gradients.summed[bucket] = True
+
+    def _now(self) -> dict[str, int]:
+        return {dtype: flat._version for dtype, flat in self._gradients.memory.items()}
+
+    def _note(self) -> None:
+        self._versions = self._now()
+
+
+class GatheredGrads(GradAccess):
+    """`p.grad` is gathered from the owners of its slices when it is read."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        gradients: RingGradients,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        ready: Callable[[], bool],
+    ) -> None:
+        super().__init__(gradients, parameters, names)
+        self._comm = comm
+        self._ready = ready
+        self._gathered: dict[int, tuple[Tensor, int]] = {}
+        self._discarded: set[int] = set()
+        for entry, parameter in enumerate(parameters):
+            adopt(parameter, self, entry)
+
+    def release(self) -> None:
+        for parameter in self._parameters:
+            release(parameter)
+
+    def hide(self) -> None:
+        self.collect()
+        self._gathered.clear()
+
+    def show(self) -> None:
+        pass  # they are gathered when they are read
+
+    def read_grad(self, entry: int) -> Tensor | None:
+        """What `p.grad` gives."""
+        return self.read(entry)
+
+    def write_grad(self, entry: int, gradient: Tensor | None) -> None:
+        """What `p.grad = gradient` does: all ranks must do it."""
+        set_raw_grad(self._parameters[entry], None)
+        if gradient is None:
+            self._discard(entry)
+            return
+        with labelled(f"p.grad = ... of {self._names[entry]!r}"):
+            self._view(self._gather(self._home(entry)), entry).copy_(gradient)
+        self.used[entry] = True
+
+    def read(self, entry: int) -> Tensor | None:
+        if not self._ready() or not self.used[entry]:
+            return None
+        with labelled(f"reading the gradient of {self._names[entry]!r}"):
+            return self._view(self._gather(self._home(entry)), entry)
+
+    def collect(self) -> list[int]:
+        changed, self._discarded = self._discarded, set()
+        for bucket, (whole, version) in self._gathered.items():
+            if whole._version != version:
+                slice = whole.view(self._comm.world, -1)[self._comm.rank]
+                self._gradients.slices[bucket].copy_(slice)
+                self._gradients.summed[bucket] = True
+                self._gathered[bucket] = (whole, whole._version)
+                changed.add(bucket)
+        return sorted(changed)
+
+    def forget(self) -> None:
+        self._gathered.clear()
+        self._discarded.clear()
+        self.used = [False] * len(self.used)
+
+    def _home(self, entry: int) -> int:
+        return self._gradients.layout.bucket_of(entry).index
+
+    def _gather(self, bucket: int) -> Tensor:
+        if bucket not in self._gathered:
+            slice = self._gradients.slices[bucket]
+            if not self._gradients.summed[bucket]:
+                slice.zero_()
+            whole = self._comm.all_gather(slice).wait()
+            self._gathered[bucket] = (whole, whole._version)
+        return self._gathered[bucket][0]
+
+    def _view(self, whole: Tensor, entry: int) -> Tensor:
+        layout = self._gradients.layout
+        offset, described = layout.bucket_offset(entry), layout.entries[entry]
+        return whole[offset : offset + described.numel].view(described.shape)
+
+    def _discard(self, entry: int) -> None:
+        if not self.used[entry]:
+            return
+        self.used[entry] = False
+        bucket = self._home(entry)
+        if not any(self.used[member] for member in self._gradients.layout.buckets[bucket].members):
+            self._gradients.summed[bucket] = False
+            self._gathered.pop(bucket, None)
+        self._discarded.add(bucket)
+        if bucket in self._gathered:
+            self._view(self._gathered[bucket][0], entry).zero_()
+        for segment in self._gradients.layout.segments_of(entry):
+            if segment.owner == self._comm.rank:
+                self._gradients.slices[bucket][segment.offset : segment.offset + segment.numel].zero_()

@@ -1,0 +1,285 @@
+"""Gradients on their way from autograd to the sums that an optimizer uses.
+
+    contribution  a gradient that autograd made on this rank
+    local         contributions of this rank that no other rank has seen yet
+    sum           what was reduced over the ranks; its owner keeps a slice of it, or every rank keeps all of it
+    slot          a place in the ring, from which a piece of a bucket is reduced
+
+`RingGradients` keeps sums only: contributions are held as autograd made them until their bucket is complete, then
+copied into a slot of a small ring and reduced from there. `WholeGradients` has room for a whole local gradient, in
+which contributions can be added up and from which they are reduced where they lie.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sherd.comm import Communicator, Handle
+from sherd.engine.entry import ITEMSIZE
+from sherd.engine.layout import ShardLayout
+from sherd.engine.pieces import PADDING, Piece, cut_by_slice, cut_whole
+from sherd.engine.placement import BLOCK
+from sherd.engine.ring import Ring
+from sherd.engine.slicing import Bucket
+
+MAX_UNDER_WAY = 32
+
+
+@dataclass
+class _Reduction:
+    """A reduction under way. `addend` is added to `target` when it is complete; without one it went there straight."""
+
+    bucket: int
+    handle: Handle
+    target: Tensor
+    addend: Tensor | None
+    last: bool
+
+
+class RingGradients:
+    """Sums of slices, reduced through a ring. `sums[b]` is what this rank keeps of bucket b; `slices[b]` what it owns.
+
+    `on_sum(b)` is called whenever a reduction into bucket b is complete, while the sum is in the cache.
+    """
+
+    keeps_local = False
+    """Whether contributions can be added up here without being reduced."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        layout: ShardLayout,
+        *,
+        slot_numel: int,
+        on_sum: Callable[[int], None],
+        memory: dict[str, Tensor] | None = None,
+    ) -> None:
+        self.layout = layout
+        self.memory = memory or self._memory_for(comm, layout)
+        self.summed = [False] * len(layout.buckets)
+        self.sums, self.slices = self._allocate(comm, layout)
+        self._comm = comm
+        self._on_sum = on_sum
+        self._pieces = [self._cut(bucket, slot_numel) for bucket in layout.buckets]
+        self._held: dict[int, Tensor] = {}
+        self._under_way: deque[_Reduction] = deque()
+        sizes = zip(layout.buckets, self._pieces, strict=True)
+        self._ring = Ring(comm, max((p.numel * ITEMSIZE[b.dtype] for b, pieces in sizes for p in pieces), default=0))
+
+    # ---------------------------------------------------------------- contributions
+
+    def take(self, entry: int, gradient: Tensor, factor: float) -> None:
+        """Keep a contribution until its bucket is launched."""
+        gradient = gradient.reshape(-1)
+        if factor != 1.0:
+            gradient = gradient * factor
+        held = self._held.get(entry)
+        self._held[entry] = gradient if held is None else held + gradient
+
+    def launch(self, bucket: int, op: str) -> None:
+        """Start to reduce what was taken of a bucket; what was not counts as zero."""
+        described, pieces = self.layout.buckets[bucket], self._pieces[bucket]
+        for piece in pieces:
+            slot = self._ring.take(piece.numel, dtype_of(described.dtype), self._complete)
+            torch.cat([self._run(slot, *run) for run in piece.runs], out=slot)
+            target = self.sums[bucket][piece.start : piece.stop]
+            handle, addend = self._reduce(slot, target, op, first=not self.summed[bucket])
+            self._ring.lend(handle)
+            self._start(_Reduction(bucket, handle, target, addend, piece is pieces[-1]))
+        for member in described.members:
+            self._held.pop(member, None)
+        self.summed[bucket] = True
+
+    def settle(self) -> None:
+        """Complete every reduction that is under way."""
+        while self._under_way:
+            self._complete_oldest()
+
+    def forget(self) -> None:
+        """Drop all contributions and all sums."""
+        self._held.clear()
+        self.summed = [False] * len(self.summed)
+
+    def local(self, bucket: int) -> bool:
+        """Whether this rank has contributions to a bucket that were not launched."""
+        return any(member in self._held for member in self.layout.buckets[bucket].members)
+
+    def bytes(self) -> dict[str, int]:
+        """What this rank allocated, by kind."""
+        return {"gradients": sum(flat.nbytes for flat in self.memory.values()), "buckets": self._ring.nbytes}
+
+    # ---------------------------------------------------------------- how sums are kept
+
+    def _memory_for(self, comm: Communicator, layout: ShardLayout) -> dict[str, Tensor]:
+        """Zeroed room for what is kept, by dtype."""
+        return {d: torch.zeros(size, dtype=dtype_of(d)) for d, size in _numel(layout, lambda b: b.slice_numel).items()}
+
+    def _allocate(self, comm: Communicator, layout: ShardLayout) -> tuple[list[Tensor], list[Tensor]]:
+        """What is kept of each bucket, and this rank's own slice of it."""
+        sums = _carve(self.memory, layout, lambda bucket: bucket.slice_numel)
+        return sums, sums
+
+    def _cut(self, bucket: Bucket, slot_numel: int) -> tuple[Piece, ...]:
+        return cut_by_slice(bucket, slot_numel)
+
+    def _reduce(self, slot: Tensor, target: Tensor, op: str, first: bool) -> tuple[Handle, Tensor | None]:
+        """Reduce a slot into `target`, or, if that holds a sum already, aside: what is to be added to it."""
+        if first:
+            return self._comm.reduce_scatter(slot, target, op=op), None
+        aside = torch.empty_like(target)
+        return self._comm.reduce_scatter(slot, aside, op=op), aside
+
+    # ---------------------------------------------------------------- private
+
+    def _run(self, slot: Tensor, entry: int, start: int, stop: int) -> Tensor:
+        held = None if entry == PADDING else self._held.get(entry)
+        if held is None:
+            return slot.new_zeros(1).expand(stop - start)
+        return held if stop - start == held.numel() else held[start:stop]
+
+    def _start(self, reduction: _Reduction) -> None:
+        self._under_way.append(reduction)
+        # Sums are used while they are in the cache, and peers need not wait for what this rank can read already.
+        while self._under_way and (self._under_way[0].handle.done() or len(self._under_way) > MAX_UNDER_WAY):
+            self._complete_oldest()
+
+    def _complete(self, handle: Handle) -> None:
+        """Complete reductions, oldest first, up to this one."""
+        while any(reduction.handle is handle for reduction in self._under_way):
+            self._complete_oldest()
+
+    def _complete_oldest(self) -> None:
+        reduction = self._under_way.popleft()
+        reduction.handle.wait()
+        if reduction.addend is not None:
+            reduction.target.add_(reduction.addend)
+        if reduction.last:
+            self._on_sum(reduction.bucket)
+
+
+class WholeGradients(RingGradients):
+    """A whole local gradient per rank, reduced where it lies: into the slice that this rank owns.
+
+    What comes after a bucket was reduced goes through the ring and is added.
+    """
+
+    keeps_local = True
+
+    def __init__(
+        self,
+        comm: Communicator,
+        layout: ShardLayout,
+        *,
+        slot_numel: int,
+        on_sum: Callable[[int], None],
+        memory: dict[str, Tensor] | None = None,
+    ) -> None:
+        super().__init__(comm, layout, slot_numel=slot_numel, on_sum=on_sum, memory=memory)
+        self._filled = [False] * len(layout.entries)
+        self._homes = [layout.bucket_of(entry).index for entry in range(len(layout.entries))]
+        self.views = [self._view(entry) for entry in range(len(layout.entries))]
+
+    def take(self, entry: int, gradient: Tensor, factor: float) -> None:
+        if self.summed[self._homes[entry]]:
+            super().take(entry, gradient, factor)
+            return
+        view = self.views[entry]
+        if self._filled[entry]:
+            view.add_(gradient, alpha=factor)
+        elif factor != 1.0:
+            torch.mul(gradient, factor, out=view)
+        else:
+            view.copy_(gradient)
+        self._filled[entry] = True
+
+    def launch(self, bucket: int, op: str) -> None:
+        if self.summed[bucket]:
+            super().launch(bucket, op)
+            return
+        for member in self.layout.buckets[bucket].members:
+            if not self._filled[member]:
+                self.views[member].zero_()
+            self._filled[member] = False
+        handle = self._reduce_in_place(bucket, op)
+        self.summed[bucket] = True
+        self._start(_Reduction(bucket, handle, self.sums[bucket], None, last=True))
+
+    def forget(self) -> None:
+        super().forget()
+        self._filled = [False] * len(self._filled)
+
+    def local(self, bucket: int) -> bool:
+        return super().local(bucket) or any(self._filled[member] for member in self.layout.buckets[bucket].members)
+
+    def fits(self, layout: ShardLayout) -> bool:
+        """Whether another packing of the same entries fits into the same memory."""
+        return all(size <= self.memory[dtype].numel() for dtype, size in _numel(layout, lambda b: b.numel).items())
+
+    def _memory_for(self, comm: Communicator, layout: ShardLayout) -> dict[str, Tensor]:
+        # Where peers can read it in place, if there is such memory. One more cut per bucket leaves room for another
+        # packing of the same entries.
+        sizes = _numel(layout, lambda bucket: bucket.numel + layout.world * BLOCK)
+        if not comm.shares_memory:
+            return {dtype: torch.zeros(size, dtype=dtype_of(dtype)) for dtype, size in sizes.items()}
+        return {d: comm.shared_buffers(size, dtype=dtype_of(d))[comm.rank] for d, size in sizes.items()}
+
+    def _allocate(self, comm: Communicator, layout: ShardLayout) -> tuple[list[Tensor], list[Tensor]]:
+        self._buckets = _carve(self.memory, layout, lambda bucket: bucket.numel)
+        slices = [whole.view(layout.world, -1)[comm.rank] for whole in self._buckets]
+        return slices, slices
+
+    def _reduce_in_place(self, bucket: int, op: str) -> Handle:
+        return self._comm.reduce_scatter(self._buckets[bucket], self.sums[bucket], op=op)
+
+    def _view(self, entry: int) -> Tensor:
+        bucket, offset = self._homes[entry], self.layout.bucket_offset(entry)
+        described = self.layout.entries[entry]
+        return self._buckets[bucket][offset : offset + described.numel].view(described.shape)
+
+
+class ReplicatedGradients(WholeGradients):
+    """A whole local gradient per rank that becomes the whole sum on every rank."""
+
+    def _allocate(self, comm: Communicator, layout: ShardLayout) -> tuple[list[Tensor], list[Tensor]]:
+        _, slices = super()._allocate(comm, layout)
+        return self._buckets, slices
+
+    def _cut(self, bucket: Bucket, slot_numel: int) -> tuple[Piece, ...]:
+        return cut_whole(bucket, slot_numel)
+
+    def _reduce(self, slot: Tensor, target: Tensor, op: str, first: bool) -> tuple[Handle, Tensor | None]:
+        return self._comm.all_reduce(slot, slot, op=op), slot
+
+    def _reduce_in_place(self, bucket: int, op: str) -> Handle:
+        whole = self._buckets[bucket]
+        return self._comm.all_reduce(whole, whole, op=op)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype that an entry names."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _numel(layout: ShardLayout, size: Callable[[Bucket], int]) -> dict[str, int]:
+    """Elements of all buckets, by dtype."""
+    numel: dict[str, int] = {}
+    for bucket in layout.buckets:
+        numel[bucket.dtype] = numel.get(bucket.dtype, 0) + size(bucket)
+    return numel
+
+
+def _carve(memory: dict[str, Tensor], layout: ShardLayout, size: Callable[[Bucket], int]) -> list[Tensor]:
+    """A part of `memory` for each bucket, one behind the other."""
+    used = dict.fromkeys(memory, 0)
+    parts = []
+    for bucket in layout.buckets:
+        start = used[bucket.dtype]
+        used[bucket.dtype] = start + size(bucket)
+        parts.append(memory[bucket.dtype][start : used[bucket.dtype]])
+    return parts

@@ -1,0 +1,110 @@
+"""What a model consists of: its parameters by name, each once, compared between the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from sherd.comm import Communicator
+from sherd.engine.entry import ITEMSIZE, Entry
+from sherd.engine.layout import ShardLayout
+from sherd.engine.placement import padded
+from sherd.errors import ConfigError, Diverged
+
+LARGEST_BUCKET_BYTES = 4 << 20
+"""Larger ones were no faster, and every rank needs room for two."""
+SMALLEST_BUCKET_BYTES = 64 << 10
+BUCKETS = 24
+"""How many a model is cut into, within these bounds: the first can then be reduced long before backward ends."""
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """A model's parameters, `trainable` and `frozen`, in the order of registration, tied ones once."""
+
+    model: nn.Module
+    names: tuple[str, ...]
+    trainable: tuple[nn.Parameter, ...]
+    frozen_names: tuple[str, ...]
+    frozen: tuple[nn.Parameter, ...]
+    buffers: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Inventory:
+        """Take stock of `model`, refusing what cannot be distributed."""
+        found = list(model.named_parameters())
+        for name, parameter in found:
+            _check(name, parameter)
+        trainable = [(name, p) for name, p in found if p.requires_grad]
+        frozen = [(name, p) for name, p in found if not p.requires_grad]
+        return cls(
+            model,
+            tuple(name for name, _ in trainable),
+            tuple(p for _, p in trainable),
+            tuple(name for name, _ in frozen),
+            tuple(p for _, p in frozen),
+            tuple(buffer for buffer in model.buffers() if buffer is not None),
+        )
+
+    def entries(self) -> list[Entry]:
+        return [Entry(n, tuple(p.shape), _dtype(p)) for n, p in zip(self.names, self.trainable, strict=True)]
+
+    def layout(
+        self, world: int, group: int, bucket_bytes: int | None, order: Sequence[int] | None = None
+    ) -> ShardLayout:
+        """The layout of the trainable parameters. Without an `order`, last registered first: gradients come so."""
+        entries = self.entries()
+        backwards = range(len(entries) - 1, -1, -1)
+        numel = self.bucket_numel(bucket_bytes)
+        return ShardLayout.build(entries, world, bucket_numel=numel, group=group, order=order or backwards)
+
+    def bucket_numel(self, bucket_bytes: int | None) -> int:
+        """Elements of a bucket: what was asked for, or a share of the model, so that a small one wastes nothing."""
+        largest = max((ITEMSIZE[_dtype(p)] for p in self.trainable), default=4)
+        if bucket_bytes is None:
+            total = sum(padded(p.numel()) * p.element_size() for p in self.trainable)
+            bucket_bytes = min(max(total // BUCKETS, SMALLEST_BUCKET_BYTES), LARGEST_BUCKET_BYTES)
+        return max(bucket_bytes // largest, 1)
+
+    def compare(self, comm: Communicator) -> None:
+        """Refuse models that differ between ranks, before anything is shared. Collective."""
+        mine: list[tuple[object, ...]] = []
+        mine += [(n, tuple(p.shape), _dtype(p), p.requires_grad) for n, p in self.model.named_parameters()]
+        mine += [(n, tuple(b.shape), str(b.dtype).removeprefix("torch."), None) for n, b in self.model.named_buffers()]
+        with comm.counters.agreeing():
+            everybody = comm.all_gather_object(mine)
+        for rank, theirs in enumerate(everybody):
+            if theirs != everybody[0]:
+                raise Diverged(_difference(everybody[0], theirs, rank), ranks=(0, rank))
+
+
+def _check(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ConfigError(f"parameter {name!r} has no shape yet; run one batch through the model before distribute")
+    if parameter.is_meta:
+        raise ConfigError(f"parameter {name!r} is on the meta device; give it values: model.to_empty(device='cpu')")
+    if "_sherd" in parameter.__dict__:
+        raise ConfigError(f"parameter {name!r} is distributed already; call sherd.distribute once per model")
+    if _dtype(parameter) not in ITEMSIZE:
+        raise ConfigError(f"parameter {name!r} is of {parameter.dtype}, which cannot be distributed")
+
+
+def _difference(first: list[tuple[object, ...]], theirs: list[tuple[object, ...]], rank: int) -> str:
+    for here, there in zip(first, theirs, strict=False):
+        if here != there:
+            detail = f"rank 0 has {_words(here)} where rank {rank} has {_words(there)}"
+            break
+    else:
+        detail = f"rank 0 has {len(first)} parameters and buffers, rank {rank} has {len(theirs)}"
+    return f"the ranks' models differ: {detail}; build the same model on every rank before sherd.distribute"
+
+
+def _words(item: tuple[object, ...]) -> str:
+    name, shape, dtype, trainable = item
+    return f"{name!r} {dtype}{list(shape)}{' frozen' if trainable is False else ''}"  # type: ignore[call-overload]
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

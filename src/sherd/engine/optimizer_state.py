@@ -1,0 +1,188 @@
+"""Optimizer state, cut to the chunks of one owner and put together again.
+
+A *chunk* is what an optimizer shard steps as one tensor: a part of a segment. What an optimizer keeps for a parameter
+is of two kinds: *per element*, tensors of the parameter's shape (moments), which are cut with it, and everything else
+(step counters), of which each chunk has its own copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from sherd.comm.base import Communicator
+from sherd.engine.layout import ShardLayout
+from sherd.engine.placement import BLOCK, Placement, padded
+from sherd.engine.slicing import Bucket
+from sherd.errors import ConfigError
+
+State = dict[Any, Any]
+"""What an optimizer keeps for one tensor, by key."""
+
+
+class Chunk(NamedTuple):
+    """A part of one segment, no longer than the cache likes it."""
+
+    entry: int
+    offset: int
+    """where it begins in the owner's slice of the entry's bucket"""
+    start: int
+    """its first element in the flattened parameter"""
+    value: Tensor
+    gradient: Tensor
+
+
+class PerElement(NamedTuple):
+    """Stands for a tensor of the parameter's shape where only its form is told."""
+
+    dtype: torch.dtype
+
+
+def cut_chunks(
+    layout: ShardLayout, owner: int, values: Sequence[Tensor], gradients: Sequence[Tensor], chunk_numel: int
+) -> dict[int, list[Chunk]]:
+    """The chunks of `owner` by entry, in element order. Each is a view of its slices, and `grad` of the one's."""
+    _check_slices(layout, values, gradients)
+    if chunk_numel < 1 or chunk_numel % BLOCK:
+        # Fused kernels round the last elements, those that fill no vector, in another way than the rest: between blocks
+        # a cut changes no bit, elsewhere it would.
+        raise ConfigError(
+            f"chunk_numel={chunk_numel} must be a positive multiple of a block; write {padded(chunk_numel) or BLOCK}"
+        )
+    # Entry, bucket, offset in the slice, start in the parameter, elements.
+    pieces = [
+        (segment.entry, segment.bucket, segment.offset + cut, segment.region.start + cut, segment.numel - cut)
+        for segment in layout.segments(owner)
+        for cut in range(0, segment.numel, chunk_numel)
+    ]
+    if owner == 0:  # torch counts the steps of a parameter without elements too, so somebody has to
+        empty = [index for index, entry in enumerate(layout.entries) if not entry.numel]
+        pieces += [(index, layout.bucket_of(index).index, 0, 0, 0) for index in empty]
+    chunks: dict[int, list[Chunk]] = {}
+    for entry, bucket, offset, start, left in pieces:
+        # A parameter without dimensions stays so: torch's step counters have none either, and the two look alike.
+        shape = (min(left, chunk_numel),) if layout.entries[entry].shape else ()
+        within = slice(offset, offset + min(left, chunk_numel))
+        value, gradient = (each[bucket].detach()[within].view(shape) for each in (values, gradients))
+        value.grad = gradient
+        chunks.setdefault(entry, []).append(Chunk(entry, offset, start, value, gradient))
+    return chunks
+
+
+def cut_state(chunks: Sequence[Chunk], shape: tuple[int, ...], state: State, group: Mapping[str, Any]) -> list[State]:
+    """For each chunk of a parameter of that shape its part of `state`, in dtypes as torch's `load_state_dict` has them.
+
+    Nothing of it shares memory with `state`. `group` has the parameter's hyper-parameters.
+    """
+    parts: list[State] = [{} for _ in chunks]
+    policy = [{**group, "params": [0]}]
+    for key, value in state.items():
+        per_element = isinstance(value, Tensor) and value.shape == shape
+        flat = value.detach().reshape(-1) if per_element else value  # here, since it may have to copy all of it
+        for chunk, part in zip(chunks, parts, strict=True):
+            if not isinstance(value, Tensor):
+                part[key] = deepcopy(_without_tensors(key, value))
+                continue
+            own = chunk.value
+            piece = flat[chunk.start : chunk.start + own.numel()].view(own.shape) if per_element else value
+            cast = Optimizer._process_value_according_to_param_policy(own, piece, 0, policy, key)
+            part[key] = cast.clone() if cast is piece else cast
+    return parts
+
+
+def gather_state(
+    comm: Communicator,
+    layout: ShardLayout,
+    values: Sequence[Tensor],
+    chunks: Mapping[int, Sequence[Chunk]],
+    state: Mapping[Any, State],
+) -> tuple[dict[int, State], dict[Any, Any]]:
+    """The state of whole parameters by entry, and what is kept for no parameter; on every rank. Collective.
+
+    `values` are this owner's slices, and say where the tensors shall be.
+    Beside the result it needs the memory of one bucket and one slice.
+    """
+    told = {entry: _outline(cut[0], state[cut[0].value]) for entry, cut in chunks.items() if state.get(cut[0].value)}
+    other = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+    whole: dict[int, State] = {}
+    everyone = comm.all_gather_object((told, other))
+    for outlines, _ in everyone:
+        for entry, outline in outlines.items():
+            whole.setdefault(entry, outline)  # the owner of its first element speaks for a parameter
+    for bucket in layout.buckets:
+        for (key, dtype), having in _tensors(bucket, whole).items():
+            own = values[bucket.index].new_zeros(bucket.slice_numel, dtype=dtype)
+            for chunk in (chunk for member in having for chunk in chunks.get(member, ())):
+                own[chunk.offset : chunk.offset + chunk.value.numel()] = state[chunk.value][key].reshape(-1)
+            gathered = comm.all_gather(own).wait()
+            for member in having:
+                entry, begin = layout.entries[member], layout.bucket_offset(member)
+                whole[member][key] = gathered[begin : begin + entry.numel].clone().view(entry.shape)
+    return whole, everyone[0][1]
+
+
+def state_bytes(state: Mapping[Any, Any]) -> int:
+    """Bytes of the tensors in `state`."""
+    kept = (value for values in state.values() if isinstance(values, dict) for value in values.values())
+    return sum(value.numel() * value.element_size() for value in kept if isinstance(value, Tensor))
+
+
+def holds_tensors(value: object) -> bool:
+    """Whether tensors lie inside a container."""
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()
+    return any(isinstance(item, Tensor) or holds_tensors(item) for item in inside)
+
+
+def _tensors(bucket: Bucket, whole: Mapping[int, State]) -> dict[tuple[Any, torch.dtype], list[int]]:
+    """Which members of the bucket have a per-element tensor of that key and dtype; in the same order on every rank."""
+    found: dict[tuple[Any, torch.dtype], list[int]] = {}
+    for member in bucket.members:
+        for key, value in whole.get(member, {}).items():
+            if isinstance(value, PerElement):
+                found.setdefault((key, value.dtype), []).append(member)
+    return found
+
+
+def _outline(chunk: Chunk, state: State) -> State:
+    """The state of a chunk with the per-element tensors left out."""
+    outline: State = {}
+    for key, value in state.items():
+        per_element = isinstance(value, Tensor) and value.shape == chunk.value.shape
+        outline[key] = PerElement(value.dtype) if per_element else _without_tensors(key, value)
+    return outline
+
+
+def _without_tensors(key: object, value: Any) -> Any:
+    if holds_tensors(value):
+        raise ConfigError(
+            f"the optimizer keeps tensors inside a {type(value).__name__} in its state {key!r}, which cannot be cut; "
+            f"let it keep each tensor under a key of its own"
+        )
+    return value
+
+
+def _check_slices(layout: ShardLayout, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    for entry in layout.entries:
+        if entry.placement is not Placement.FLAT:
+            raise ConfigError(
+                f"parameter {entry.name!r} has placement {entry.placement.value!r}; optimizer shards step flat "
+                f"segments only: write placement 'flat'"
+            )
+    for bucket in layout.buckets:
+        expected = (bucket.slice_numel,)
+        if len(values) != len(layout.buckets) or len(gradients) != len(layout.buckets):
+            raise ConfigError(
+                f"the layout has {len(layout.buckets)} buckets; found {len(values)} slices of values and "
+                f"{len(gradients)} of gradients, expected one per bucket"
+            )
+        value, gradient = values[bucket.index], gradients[bucket.index]
+        if value.shape != expected or gradient.shape != expected or value.dtype != gradient.dtype:
+            raise ConfigError(
+                f"bucket {bucket.index} needs flat slices of {bucket.slice_numel} elements of one dtype; found values "
+                f"{tuple(value.shape)} {value.dtype} and gradients {tuple(gradient.shape)} {gradient.dtype}"
+            )

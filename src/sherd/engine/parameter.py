@@ -1,0 +1,74 @@
+"""What becomes of a parameter whose gradient is sharded: `p.grad` asks its engine.
+
+The class of the user's own parameter objects is changed in place. Autograd does not notice: it keeps the gradient of a
+leaf in C++ and never asks Python for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+_RAW: Any = torch.Tensor.grad
+
+
+class GradientSource(Protocol):
+    """Who knows the gradient of a parameter."""
+
+    def read_grad(self, entry: int) -> Tensor | None: ...
+
+    def write_grad(self, entry: int, gradient: Tensor | None) -> None: ...
+
+
+def raw_grad(parameter: Tensor) -> Tensor | None:
+    """The gradient that autograd left in a leaf."""
+    gradient: Tensor | None = _RAW.__get__(parameter)
+    return gradient
+
+
+def set_raw_grad(parameter: Tensor, gradient: Tensor | None) -> None:
+    """Replace the gradient that autograd left in a leaf."""
+    _RAW.__set__(parameter, gradient)
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter whose gradient this rank keeps only a part of. Copies of it are plain parameters."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient over all ranks, gathered. Collective; `sherd.full_grad` is the same with a name."""
+        source, entry = self.__dict__["_sherd"]
+        owner = source()
+        return None if owner is None else owner.read_grad(entry)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        source, entry = self.__dict__["_sherd"]
+        owner = source()
+        if owner is not None:
+            owner.write_grad(entry, gradient)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copy = memo.get(id(self))
+        if copy is None:
+            copy = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain: Any = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+
+def adopt(parameter: nn.Parameter, source: GradientSource, entry: int) -> None:
+    """Make `source` the one that knows the gradient of `parameter`."""
+    parameter.__class__ = ShardedParameter
+    parameter.__dict__["_sherd"] = (weakref.ref(source), entry)
+
+
+def release(parameter: nn.Parameter) -> None:
+    """Make it a plain parameter again."""
+    parameter.__class__ = nn.Parameter
+    parameter.__dict__.pop("_sherd", None)

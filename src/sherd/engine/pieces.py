@@ -1,0 +1,77 @@
+"""How a bucket goes through slots that may be smaller than it is. Pure arithmetic.
+
+A *piece* is what one reduction carries: the same part of every owner's slice, laid end to end (or, where every rank
+keeps the whole sum, a run of the bucket). A bucket that fits into a slot is one piece.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from sherd.engine.placement import BLOCK
+from sherd.engine.slicing import Bucket, FlatBucket
+from sherd.errors import ConfigError
+
+PADDING = -1
+
+
+class Run(NamedTuple):
+    """Elements `[start, stop)` of an entry, or, if `entry` is PADDING, as many zeros."""
+
+    entry: int
+    start: int
+    stop: int
+
+
+class Piece(NamedTuple):
+    """What one reduction carries, and which elements of the kept sum (a slice, or the whole bucket) it gives."""
+
+    runs: tuple[Run, ...]
+    numel: int
+    start: int
+    stop: int
+
+
+def cut_by_slice(bucket: Bucket, slot_numel: int) -> tuple[Piece, ...]:
+    """Pieces for a reduce-scatter: at most `slot_numel` elements, though at least a block per owner."""
+    step = max(slot_numel // bucket.world // BLOCK * BLOCK, BLOCK)
+    size = bucket.slice_numel
+    pieces = []
+    for start in range(0, size, step):
+        stop = min(start + step, size)
+        runs = tuple(
+            run for owner in range(bucket.world) for run in _runs(bucket, owner * size + start, owner * size + stop)
+        )
+        pieces.append(Piece(runs, (stop - start) * bucket.world, start, stop))
+    return tuple(pieces)
+
+
+def cut_whole(bucket: Bucket, slot_numel: int) -> tuple[Piece, ...]:
+    """Pieces for an all-reduce: at most `slot_numel` elements, though at least a block."""
+    step = max(slot_numel // BLOCK * BLOCK, BLOCK)
+    cuts = [(start, min(start + step, bucket.numel)) for start in range(0, bucket.numel, step)]
+    return tuple(Piece(tuple(_runs(bucket, start, stop)), stop - start, start, stop) for start, stop in cuts)
+
+
+def _runs(bucket: Bucket, low: int, high: int) -> Iterator[Run]:
+    """What lies in `[low, high)` of a bucket, all slices laid end to end."""
+    if not isinstance(bucket, FlatBucket):
+        raise ConfigError(f"bucket {bucket.index} has placement {bucket.placement.value!r}; gradients are reduced flat")
+    at = low
+    position = max(bisect_right(bucket.begins, low) - 1, 0)
+    while at < high:
+        if position >= len(bucket.members):
+            yield Run(PADDING, 0, high - at)
+            return
+        begin, numel = bucket.begins[position], bucket.entries[position].numel
+        start, stop = at - begin, min(numel, high - begin)
+        if start < stop:
+            yield Run(bucket.members[position], start, stop)
+            at = begin + stop
+        gap = min(bucket.begins[position + 1], high) - at
+        if gap > 0:
+            yield Run(PADDING, 0, gap)
+            at += gap
+        position += 1

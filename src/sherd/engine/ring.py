@@ -1,0 +1,51 @@
+"""A small ring of slots from which pieces of buckets are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sherd.comm import Communicator, Handle
+
+SLOTS = 2
+"""One slot is filled while the other is reduced."""
+
+
+class Ring:
+    """Slots of `nbytes` each, used in turn. On a host they are memory from which peers read in place.
+
+    They are allocated by the first `take`, which all ranks come to together: some training never needs them.
+    """
+
+    def __init__(self, comm: Communicator, nbytes: int) -> None:
+        self._comm = comm
+        self._nbytes = nbytes
+        self._slots: list[Tensor] = []
+        self._users: list[Handle | None] = [None] * SLOTS
+        self._next = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots that exist."""
+        return sum(slot.numel() for slot in self._slots)
+
+    def take(self, numel: int, dtype: torch.dtype, wait_for: Callable[[Handle], None]) -> Tensor:
+        """The next slot, once the reduction that used it last is complete."""
+        if not self._slots:
+            self._slots = [self._allocate() for _ in range(SLOTS)]
+        user = self._users[self._next]
+        if user is not None:
+            wait_for(user)
+        return self._slots[self._next][: numel * dtype.itemsize].view(dtype)
+
+    def lend(self, handle: Handle) -> None:
+        """The slot that was taken belongs to `handle` until that is complete."""
+        self._users[self._next] = handle
+        self._next = (self._next + 1) % SLOTS
+
+    def _allocate(self) -> Tensor:
+        if self._comm.shares_memory:
+            return self._comm.shared_buffers(self._nbytes, dtype=torch.uint8)[self._comm.rank]
+        return torch.empty(self._nbytes, dtype=torch.uint8)

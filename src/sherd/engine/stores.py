@@ -1,0 +1,212 @@
+"""Parameter stores: where a rank's parameters live, and how an update by their owners reaches everybody.
+
+A store takes the model's parameters over when it is built: each `parameter.data` becomes a view of the store, with rank
+0's values. `slices[b]` is what this rank owns of bucket b, for its optimizer shard to update between `acquire()` and
+`publish()`. Frozen parameters live in the store too, but nobody updates them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from sherd.comm import Communicator
+from sherd.engine.gradients import dtype_of
+from sherd.engine.layout import ShardLayout
+from sherd.engine.placement import padded
+
+
+class ParameterStore(ABC):
+    """Where parameters live. `parameters` are aligned with the layout's entries; `others` are frozen."""
+
+    shared = False
+    """Whether ranks see each other's writes at once."""
+    owns_memory = True
+    """Whether parameters must stay where the store put them."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        layout: ShardLayout,
+        parameters: Sequence[nn.Parameter],
+        others: Sequence[nn.Parameter],
+    ) -> None:
+        self._comm = comm
+        self._layout = layout
+        self.parameters = list(parameters)
+        self.others = list(others)
+        self.slices = self._take_over()
+
+    @abstractmethod
+    def _take_over(self) -> list[Tensor]:
+        """Move the parameters in, with rank 0's values, and give this rank's slices."""
+
+    @abstractmethod
+    def acquire(self) -> None:
+        """Wait until nobody reads what is about to be updated."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Make everybody's updated slices visible to everybody."""
+
+    def bytes(self) -> int:
+        """Bytes of parameters that this rank allocated; a shared store counts once, on rank 0."""
+        return sum(p.nbytes for p in (*self.parameters, *self.others))
+
+    def write(self, indices: Sequence[int]) -> None:
+        """Take rank 0's values of these parameters for everybody's. Collective."""
+        everything = (*self.parameters, *self.others)
+        self.from_leader(everything[index] for index in indices)
+
+    def lend(self, indices: Sequence[int]) -> None:
+        """Give this rank copies of these parameters of its own, until `write` or `take_back`."""
+        return  # they are its own
+
+    def take_back(self, indices: Sequence[int]) -> None:
+        """Drop the copies that were lent."""
+        return
+
+    def bump(self) -> None:
+        """Tell autograd that the parameters changed: a backward through an older graph must fail as in plain torch."""
+        torch.autograd.graph.increment_version(self.parameters)
+
+    def from_leader(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite tensors of this rank with rank 0's."""
+        for handle in [self._comm.broadcast(tensor.detach()) for tensor in tensors]:
+            handle.wait()
+
+
+class ReplicaStore(ParameterStore):
+    """Every rank has all parameters, where they were, and updates all of them itself."""
+
+    owns_memory = False
+
+    def _take_over(self) -> list[Tensor]:
+        self.from_leader((*self.parameters, *self.others))
+        return []
+
+    def acquire(self) -> None:
+        pass
+
+    def publish(self) -> None:
+        pass
+
+
+class FlatStore(ParameterStore):
+    """Buckets of parameters laid end to end, one allocation per dtype."""
+
+    def _take_over(self) -> list[Tensor]:
+        layout = self._layout
+        self._flats: dict[str, Tensor] = {}
+        frozen: dict[str, int] = {}
+        for other in self.others:
+            frozen[_name(other)] = frozen.get(_name(other), 0) + padded(other.numel())
+        for dtype in sorted({bucket.dtype for bucket in layout.buckets} | set(frozen)):
+            numel = sum(bucket.numel for bucket in layout.buckets if bucket.dtype == dtype) + frozen.get(dtype, 0)
+            self._flats[dtype] = self._allocate(numel, dtype_of(dtype))
+        self.buckets, used = [], dict.fromkeys(self._flats, 0)
+        for bucket in layout.buckets:
+            self.buckets.append(self._flats[bucket.dtype][used[bucket.dtype] :][: bucket.numel])
+            used[bucket.dtype] += bucket.numel
+        self.homes: list[Tensor] = []
+        for index, parameter in enumerate(self.parameters):
+            offset = layout.bucket_offset(index)
+            home = self.buckets[layout.bucket_of(index).index][offset : offset + parameter.numel()]
+            self.homes.append(home.view(parameter.shape))
+        for other in self.others:
+            home = self._flats[_name(other)][used[_name(other)] :][: other.numel()]
+            used[_name(other)] += padded(other.numel())
+            self.homes.append(home.view(other.shape))
+        self._fill()
+        self.take_back(range(len(self.homes)))
+        rank = self._comm.rank
+        return [bucket.view(layout.world, -1)[rank] for bucket in self.buckets]
+
+    def take_back(self, indices: Sequence[int]) -> None:
+        everything = (*self.parameters, *self.others)
+        for index in indices:
+            everything[index].data = self.homes[index]
+
+    def lend(self, indices: Sequence[int]) -> None:
+        everything = (*self.parameters, *self.others)
+        for index in indices:
+            everything[index].data = self.homes[index].clone()
+
+    def write(self, indices: Sequence[int]) -> None:
+        everything = (*self.parameters, *self.others)
+        if self._comm.rank == 0:
+            for index in indices:
+                self.homes[index].copy_(everything[index].detach())
+        self._spread(indices)
+        self.take_back(indices)
+
+    def _spread(self, indices: Sequence[int]) -> None:
+        self.from_leader(self.homes[index] for index in indices)
+
+    def bytes(self) -> int:
+        return sum(flat.nbytes for flat in self._flats.values())
+
+    @abstractmethod
+    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor: ...
+
+    @abstractmethod
+    def _fill(self) -> None:
+        """Put rank 0's values into the store."""
+
+    def _copy_in(self) -> None:
+        for parameter, home in zip((*self.parameters, *self.others), self.homes, strict=True):
+            home.copy_(parameter.detach())
+
+
+class PrivateStore(FlatStore):
+    """Every rank has a copy of all parameters; owners' updates are gathered."""
+
+    def acquire(self) -> None:
+        pass
+
+    def publish(self) -> None:
+        handles = [self._comm.all_gather(s, b) for s, b in zip(self.slices, self.buckets, strict=True)]
+        for handle in handles:
+            handle.wait()
+        self.bump()
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype)
+
+    def _fill(self) -> None:
+        self._copy_in()
+        self.from_leader(self._flats.values())
+
+
+class HostStore(FlatStore):
+    """One copy on the host, mapped by all its ranks: an update needs no message, only to be waited for."""
+
+    shared = True
+
+    def acquire(self) -> None:
+        self._comm.barrier().wait()
+
+    def publish(self) -> None:
+        self._comm.barrier().wait()
+        self.bump()
+
+    def bytes(self) -> int:
+        return super().bytes() if self._comm.rank == 0 else 0
+
+    def _spread(self, indices: Sequence[int]) -> None:
+        self._comm.barrier().wait()
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._comm.shared_tensor(numel, dtype=dtype)
+
+    def _fill(self) -> None:
+        if self._comm.rank == 0:
+            self._copy_in()
+        self._comm.barrier().wait()
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

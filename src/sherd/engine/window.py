@@ -1,0 +1,95 @@
+"""Accumulation: which `step()` is the real one, and how contributions are weighed."""
+
+from __future__ import annotations
+
+from sherd.errors import ConfigError
+
+
+class Window:
+    """`length` calls of `step()`, of which the last one is real."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self._steps = 0
+
+    @property
+    def open(self) -> bool:
+        """Whether the last `step()` was not a real one: what follows belongs to the same gradient."""
+        return self._steps > 0
+
+    @property
+    def last(self) -> bool:
+        """Whether the next `step()` will be the real one."""
+        return self._steps == self.length - 1
+
+    def advance(self) -> bool:
+        """Count a `step()`: whether it is the real one."""
+        self._steps = (self._steps + 1) % self.length
+        return self._steps == 0
+
+
+class Weights:
+    """How much this rank's contributions count, and how much everybody's do together.
+
+    Without weights every contribution counts the same (`loss_reduction="mean"`) or is added as it is (`"sum"`). With
+    them a contribution is multiplied by its weight, and the sum is divided by the sum of the weights once it is used.
+    """
+
+    def __init__(self, loss_reduction: str, length: int) -> None:
+        self._mean = loss_reduction == "mean"
+        self._length = length
+        self._next: float | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """A new gradient begins."""
+        self.weighed: bool | None = None
+        self.local = 0.0
+        self.total = 0.0
+        self.divided = False
+
+    def set(self, weight: float) -> None:
+        """Weigh the next backward."""
+        if not weight >= 0 or weight == float("inf"):
+            raise ConfigError(f"sherd.weigh got {weight!r}; a weight is a finite number, such as a count of tokens")
+        self._next = float(weight)
+
+    def enter(self) -> float:
+        """A backward begins: what its contributions are multiplied with."""
+        weight, self._next = self._next, None
+        if self.weighed not in (None, weight is not None):
+            raise ConfigError(
+                "some backwards of one step were weighed and others not; call sherd.weigh(model, n) before each of them"
+            )
+        self.weighed = weight is not None
+        if self.divided:
+            raise ConfigError(
+                "a weighed gradient was used (clipped or read) before its last backward; do that after the last one"
+            )
+        if weight is not None:
+            self.local += weight
+            return weight
+        return 1.0 / self._length if self._mean else 1.0
+
+    @property
+    def op(self) -> str:
+        """How contributions of the ranks are reduced."""
+        return "mean" if self._mean and not self.weighed else "sum"
+
+    def agreed(self, weight: float, weighing: float, world: int) -> None:
+        """Take what all ranks weighed together; `weighing` is the number of ranks that did."""
+        if weighing not in (0, world):
+            raise ConfigError(
+                f"{weighing:g} of {world} ranks weighed this backward; call sherd.weigh(model, n) on every rank"
+            )
+        self.total += weight
+        self.local = 0.0
+
+    def divisor(self) -> float:
+        """What the sum has to be divided by, once."""
+        if not self.weighed or self.divided:
+            return 1.0
+        if self.total == 0:
+            raise ConfigError("every weight of this step was 0, so its gradient has no mean; skip the step")
+        self.divided = True
+        return self.total

@@ -1,0 +1,19 @@
+"""Synchronous data parallelism: every rank has everything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sherd.comm import Communicator
+from sherd.engine.choices import AccumulateAt, Choices, Gradients, Parameters
+from sherd.strategies.base import Strategy
+from sherd.strategies.registry import register
+
+
+@register("ddp")
+@dataclass(frozen=True, kw_only=True)
+class DDP(Strategy):
+    """Parameters, gradients and optimizer state whole on every rank; gradients are summed during backward."""
+
+    def choose(self, comm: Communicator) -> Choices:
+        return Choices(Parameters.REPLICAS, Gradients.REPLICAS, AccumulateAt.RANK)
