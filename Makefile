@@ -15,8 +15,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-train: $(READY) ## train a small model on RANKS (2) ranks of this machine
-	$(BIN)/sherd run -n $(RANKS) examples/regression.py
+train: $(READY) ## train a small GPT on RANKS (2) ranks of this machine
+	$(BIN)/sherd run -n $(RANKS) examples/gpt.py
 
 test: lint unit ## linters, types, layers and all tests
 

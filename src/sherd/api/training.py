@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from sherd.errors import ConfigError
 from sherd.strategies import Strategy
 
 Closure = Callable[[], Any]
-_trainings: weakref.WeakKeyDictionary[Any, Training] = weakref.WeakKeyDictionary()
+_ATTRIBUTE = "_sherd_training"
 
 
 class Training:
@@ -30,7 +29,13 @@ class Training:
 
     def own(self, thing: nn.Module | Optimizer) -> None:
         """Be found by `thing`, and live as long as it does."""
-        _trainings[thing] = self
+        vars(thing)[_ATTRIBUTE] = self
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of a distributed model is a plain one."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
     def step(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         """What `optimizer.step(closure)` does."""
@@ -42,13 +47,13 @@ class Training:
             with torch.enable_grad():
                 loss = closure()
         if engine.prepare_step():
-            with engine.updating():
-                _hooked(optimizer, lambda: updater.step(engine.access.used))
+            with engine.updating() as used:
+                _hooked(optimizer, lambda: updater.step(used))
         return loss
 
     def _step_by_closure(self, optimizer: Optimizer, closure: Closure, updater: WholeUpdater) -> Any:
         """A step that evaluates the loss as often as it likes, each time with the gradient of all ranks."""
-        if self.engine.window.length > 1:
+        if self.engine.rounds.window.length > 1:
             raise ConfigError(f"{type(optimizer).__name__} evaluates the loss several times per step; use accumulate=1")
 
         def evaluate() -> Any:
@@ -61,7 +66,7 @@ class Training:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """What `optimizer.zero_grad()` does."""
-        self.engine.forget(keep_zeros=not set_to_none)
+        self.engine.rounds.forget(keep_zeros=not set_to_none)
 
     def optimizer_state(self) -> dict[str, Any]:
         """What `optimizer.state_dict()` gives."""
@@ -90,7 +95,7 @@ class Training:
 
 def training_of(thing: nn.Module | Optimizer) -> Training:
     """The handle of a distributed model or optimizer."""
-    training = _trainings.get(thing)
+    training = find_training(thing)
     if training is None:
         kind = type(thing).__name__
         raise ConfigError(f"this {kind} is not distributed; write model, ... = sherd.distribute(model, ...) first")
@@ -99,7 +104,7 @@ def training_of(thing: nn.Module | Optimizer) -> Training:
 
 def find_training(thing: nn.Module | Optimizer) -> Training | None:
     """The same, or None."""
-    return _trainings.get(thing)
+    return vars(thing).get(_ATTRIBUTE)
 
 
 def _hooked(optimizer: Optimizer, update: Callable[[], Any]) -> Any:

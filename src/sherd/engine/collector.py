@@ -78,6 +78,11 @@ class Collector:
             if buckets[bucket]:
                 self._gradients.launch(bucket, op)
 
+    @property
+    def launched(self) -> int:
+        """How many buckets were launched in this round."""
+        return self._launched
+
     def forget(self) -> None:
         """The sums are gone."""
         self.used = [False] * len(self.used)

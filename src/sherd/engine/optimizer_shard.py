@@ -74,6 +74,7 @@ class OptimizerShard:
         self._state: defaultdict[Any, Any] = defaultdict(dict)
         self._held: list[dict[str, Any]] = []  # group by group: the chunks, and their names where there are names
         self._grouped: list[Tensor | None] = []
+        self._frozen: list[Tensor] = []  # in a group, but not trained: torch would find no gradient and skip them too
         self._follow()
 
     def step(self, used: Sequence[bool]) -> None:
@@ -107,10 +108,11 @@ class OptimizerShard:
             )
         self._follow()
         whole, other = gather_state(comm, self._layout, self._values, self._chunks, self._state)
-        parameters = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
-        entries = ((parameter, self._entries[parameter]) for parameter in parameters)
         # In the user's object for a moment, so that its class and its hooks make the dict.
-        self._optimizer.state.update({parameter: whole[entry] for parameter, entry in entries if entry in whole})
+        for parameter in (parameter for group in self._optimizer.param_groups for parameter in group["params"]):
+            entry = self._entries.get(parameter)
+            if kept := self._state.get(parameter) if entry is None else whole.get(entry):
+                self._optimizer.state[parameter] = kept
         self._optimizer.state.update(other)
         try:
             return self._kind.state_dict(self._optimizer)
@@ -157,39 +159,40 @@ class OptimizerShard:
         """Take over what was done to the user's object since the last time: groups, parameters, state."""
         groups = self._optimizer.param_groups
         grouped = [parameter for group in groups for parameter in (None, *group["params"])]
-        if len(grouped) != len(self._grouped) or not all(map(is_, grouped, self._grouped)):
+        same = len(grouped) == len(self._grouped) and all(map(is_, grouped, self._grouped))
+        if not same or any(parameter.requires_grad for parameter in self._frozen):
             self._held = [self._held_of(index, group) for index, group in enumerate(groups)]
             self._grouped = grouped
+            self._frozen = [each for each in grouped if each is not None and each not in self._entries]
         if self._optimizer.state:
-            self._take({parameter: parameter for parameter in self._entries}, self._optimizer.state)
+            self._take({}, self._optimizer.state)
             self._optimizer.state.clear()
 
     def _held_of(self, index: int, group: Mapping[str, Any]) -> dict[str, Any]:
         cut: list[Sequence[Chunk]] = []
         for position, parameter in enumerate(group["params"]):
-            if parameter not in self._entries:
+            if parameter not in self._entries and parameter.requires_grad:
                 raise ConfigError(
                     f"the optimizer's group {index} has at position {position} a parameter of shape "
-                    f"{tuple(parameter.shape)} that is not one of the distributed model's; the optimizer's parameters "
-                    f"must belong to the distributed model: build it from model.parameters()"
+                    f"{tuple(parameter.shape)} that was not distributed; the optimizer's parameters must belong to the "
+                    f"distributed model and require gradients from the start: build it from model.parameters()"
                 )
-            cut.append(self._chunks.get(self._entries[parameter], ()))
+            cut.append(self._chunks.get(self._entries.get(parameter, -1), ()))
         held: dict[str, Any] = {"params": [chunk.value for chunks in cut for chunk in chunks]}
         if "param_names" in group:
             held["param_names"] = [name for name, chunks in zip(group["param_names"], cut, strict=True) for _ in chunks]
         return held
 
     def _take(self, parameters: Mapping[Any, Tensor], state: Mapping[Any, Any]) -> None:
-        """Cut `state` to this owner's chunks; `parameters` says which parameter a key stands for."""
+        """Cut `state` to this owner's chunks; `parameters` says which parameter a key stands for, if not itself."""
         groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
         for key, values in state.items():
-            if key not in parameters:
-                self._state[key] = deepcopy(values)
-                continue
-            entry = self._entries[parameters[key]]
-            chunks = self._chunks.get(entry)
-            if chunks and values:
-                parts = cut_state(chunks, self._layout.entries[entry].shape, values, groups.get(parameters[key], {}))
+            parameter = parameters.get(key, key)
+            entry = self._entries.get(parameter)
+            if entry is None:
+                self._state[parameter] = deepcopy(values)
+            elif values and (chunks := self._chunks.get(entry)):
+                parts = cut_state(chunks, self._layout.entries[entry].shape, values, groups.get(parameter, {}))
                 self._state.update({chunk.value: part for chunk, part in zip(chunks, parts, strict=True)})
 
 

@@ -1,0 +1,261 @@
+"""Rounds: what happens to gradients from autograd's hook to the sum that all ranks agree on.
+
+A *round* is one outermost backward. During it buckets are reduced as they become complete; at its end the rest is, and
+ranks agree on what none of them knows alone: which parameters were used anywhere, whether every sum is finite, what
+the contributions weighed together.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from sherd.comm import Communicator, labelled
+from sherd.config import StepOptions
+from sherd.engine import backward
+from sherd.engine.choices import AccumulateAt, Choices, Gradients
+from sherd.engine.collector import Collector
+from sherd.engine.grad_access import GatheredGrads, GradAccess, NativeGrads
+from sherd.engine.gradients import ReplicatedGradients, RingGradients, WholeGradients
+from sherd.engine.inventory import Inventory
+from sherd.engine.layout import ShardLayout
+from sherd.engine.norms import BlockNorms
+from sherd.engine.parameter import raw_grad, set_raw_grad
+from sherd.engine.window import Weights, Window
+from sherd.errors import SherdError
+
+_KINDS: dict[Gradients, type[RingGradients]] = {
+    Gradients.REPLICAS: ReplicatedGradients,
+    Gradients.WHOLE: WholeGradients,
+    Gradients.SLICES: RingGradients,
+}
+
+
+class Rounds:
+    """The gradients of one model on one rank."""
+
+    def __init__(
+        self, comm: Communicator, inventory: Inventory, layout: ShardLayout, choices: Choices, options: StepOptions
+    ) -> None:
+        self.window = Window(options.accumulate)
+        self.number = 0
+        """Counts real steps; for messages."""
+        self.finite = True
+        self._comm = comm
+        self._inventory = inventory
+        self._choices = choices
+        self._options = options
+        self._weights = Weights(options.loss_reduction, options.accumulate)
+        self._factor = 1.0
+        self._holding = False
+        self._touched = False
+        self._learned = False
+        self._arrivals: list[int] = []
+        self._broken: BaseException | None = None
+        self._build(layout)
+        for entry, parameter in enumerate(inventory.trainable):
+            parameter.register_post_accumulate_grad_hook(self._hook(entry))  # type: ignore[no-untyped-call]
+        backward.listen(self)
+
+    def _build(self, layout: ShardLayout, memory: dict[str, Tensor] | None = None) -> None:
+        """Make what depends on the layout."""
+        comm, trainable, names = self._comm, self._inventory.trainable, self._inventory.names
+        self.layout = layout
+        self._norms = BlockNorms(layout)
+        self._stale: set[int] = set()  # buckets whose norms were not taken since they changed
+        kind = self._choices.gradients
+        if kind is Gradients.SLICES and self._keeps_local:
+            kind = Gradients.WHOLE
+        numel = self._inventory.bucket_numel(self._options.bucket_bytes)
+        self.gradients = _KINDS[kind](comm, layout, slot_numel=numel, on_sum=self._measure, memory=memory)
+        self._collector = Collector(layout, self.gradients)
+        self.access: GradAccess
+        if isinstance(self.gradients, ReplicatedGradients):
+            self.access = NativeGrads(self.gradients, trainable, names)
+        else:
+            self.access = GatheredGrads(comm, self.gradients, trainable, names, lambda: self.complete)
+
+    @property
+    def _keeps_local(self) -> bool:
+        return self._choices.accumulate_at is AccumulateAt.RANK
+
+    @property
+    def complete(self) -> bool:
+        """Whether the gradient may be seen: inside a window there is none yet, as there is no step yet."""
+        return self.window.last
+
+    # ---------------------------------------------------------------- a round
+
+    def begin_round(self) -> None:
+        if self._broken is not None:
+            raise SherdError(
+                f"rank {self._comm.rank}: an earlier backward failed ({self._broken}) after gradients had been "
+                f"exchanged, so the ranks no longer have the same; start again from a checkpoint"
+            )
+        self.access.hide()
+
+    def _hook(self, entry: int) -> Callable[[Tensor], None]:
+        rounds = weakref.ref(self)  # torch keeps hooks where the garbage collector may not see a cycle
+
+        def take(parameter: Tensor) -> None:
+            gradient, owner = raw_grad(parameter), rounds()
+            if gradient is not None and owner is not None:
+                set_raw_grad(parameter, None)
+                owner.arrive(entry, gradient)
+
+        return take
+
+    def arrive(self, entry: int, gradient: Tensor) -> None:
+        """Take a gradient that autograd made."""
+        if not self._touched:
+            self._touched = True
+            self._factor = self._weights.enter()
+            self._collector.start()
+        if self._factor == 0.0:
+            gradient = torch.zeros_like(gradient)  # zero times NaN is NaN, and the loss of no tokens may well be NaN
+        self._collector.arrive(entry, gradient, self._factor, self._weights.op if self._reduces else None)
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether contributions of this round are reduced at once."""
+        return not self._keeps_local or (self.window.last and not self._holding)
+
+    def end_round(self) -> None:
+        if self._touched:
+            self._touched = False
+            if self._reduces:
+                self._reduce_rest()
+        self._show()
+
+    def abandon_round(self, error: BaseException) -> None:
+        if self._touched:
+            self._touched = False
+            self._broken = error if self._collector.launched else None
+
+    def _reduce_rest(self) -> None:
+        """Reduce what was not reduced during the backward, and agree with the other ranks on what there is."""
+        op = self._weights.op
+        with labelled(f"the end of a backward of step {self.number}"):
+            self._collector.flush(op)
+            self.gradients.settle()
+            late = self._agree(self._collector.late_buckets())
+            if any(late):
+                self._collector.launch_late(late, op)
+                self.gradients.settle()
+                self._agree([False] * len(late))
+            if not self._learned:
+                self._learn()
+
+    def _agree(self, late: Sequence[bool]) -> list[bool]:
+        """Sum up over the ranks: who found what is not finite, what they weighed, what is late, what was used."""
+        weights = self._weights
+        head = [float(not self._norms.finite()), weights.local, float(bool(weights.weighed))]
+        mine = torch.tensor([*head, *map(float, late), *map(float, self._collector.used)], dtype=torch.float64)
+        with self._comm.counters.agreeing():
+            total = self._comm.all_reduce(mine).wait().tolist()
+        self.finite = total[0] == 0
+        weights.agreed(total[1], total[2], self._comm.world)
+        used = total[3 + len(late) :]
+        self.access.used = [before or count > 0 for before, count in zip(self.access.used, used, strict=True)]
+        return [count > 0 for count in total[3 : 3 + len(late)]]
+
+    def _learn(self) -> None:
+        """Launch buckets from now on in the order in which rank 0 completed them."""
+        completed = self._collector.completed
+        order = [*completed, *(bucket for bucket in self._collector.order if bucket not in completed)]
+        with self._comm.counters.agreeing():
+            self._collector.order, self._arrivals = self._comm.broadcast_object((order, self._collector.arrivals))
+        self._learned = True
+
+    def _repack(self) -> None:
+        """Pack buckets in the order in which gradients arrive, where nobody's slices depend on the packing."""
+        arrivals, self._arrivals = self._arrivals, []
+        if not isinstance(self.gradients, ReplicatedGradients):
+            return
+        order = [*arrivals, *(entry for entry in reversed(range(len(self.layout.entries))) if entry not in arrivals)]
+        layout = self._inventory.layout(self._comm.world, self._comm.tree.group, self._options.bucket_bytes, order)
+        if self.gradients.fits(layout):
+            self._build(layout, self.gradients.memory)
+
+    def _measure(self, bucket: int) -> None:
+        self._norms.measure(bucket, self.gradients.slices[bucket])
+        self._stale.discard(bucket)
+
+    def _show(self) -> None:
+        if self.complete:
+            self.access.show()
+
+    # ---------------------------------------------------------------- the gradient
+
+    def settle(self) -> None:
+        """Make the gradient whole: nothing is local any more, nothing under way, and weights are divided out."""
+        if any(self.gradients.local(bucket) for bucket in range(len(self.layout.buckets))):
+            self._collector.start()
+            self._reduce_rest()
+            self._show()
+        self._stale.update(self.access.collect())
+        divisor = self._weights.divisor()
+        if divisor != 1.0:
+            self._scale(1.0 / divisor)
+
+    def clip(self, max_norm: float) -> float:
+        """Scale the gradient so that its 2-norm is at most `max_norm`; the norm it had. Collective.
+
+        The same bits on every rank and under every strategy.
+        """
+        self.settle()
+        for bucket in sorted(self._stale):
+            self._measure(bucket)
+        with labelled(f"the gradient norm of step {self.number}"):
+            norm = self._norms.total(self._comm)
+        factor = max_norm / (norm + 1e-6)
+        if factor < 1.0:
+            self._scale(factor)
+        return norm
+
+    def _scale(self, factor: float) -> None:
+        for bucket, summed in enumerate(self.gradients.summed):
+            if summed:
+                self.gradients.sums[bucket].mul_(factor)
+                self._stale.add(bucket)
+
+    def weigh(self, weight: float) -> None:
+        """Give the next backward a weight."""
+        self._weights.set(weight)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Backwards inside are not the last of their step."""
+        before, self._holding = self._holding, True
+        try:
+            yield
+        finally:
+            self._holding = before
+
+    def forget(self, keep_zeros: bool = False) -> None:
+        """Drop the gradient, as `zero_grad()` does after a real step; nothing is dropped inside a window.
+
+        With `keep_zeros` it becomes zero instead, so that parameters without a new one are updated all the same.
+        """
+        if self.window.open:
+            return
+        used = self.access.used
+        self._weights.forget()
+        self._norms.forget()
+        self._stale.clear()
+        self.finite = True
+        if keep_zeros and any(used):
+            self.settle()
+            for bucket, summed in enumerate(self.gradients.summed):
+                if summed:
+                    self.gradients.sums[bucket].zero_()
+            return
+        self.gradients.forget()
+        self._collector.forget()
+        self.access.forget()
+        if self._arrivals:
+            self._repack()
