@@ -18,11 +18,18 @@ def empty(monkeypatch):
     monkeypatch.setattr(registry, "_BUILDERS", {})
 
 
+class Choosing(Strategy):
+    """What every strategy must say, and these tests do not ask."""
+
+    def choose(self, comm):
+        raise AssertionError("not asked")
+
+
 @pytest.fixture
 def mean():
     @register("mean")
     @dataclass(frozen=True, kw_only=True)
-    class Mean(Strategy):
+    class Mean(Choosing):
         every: int = 4
 
         def validate(self) -> None:
@@ -59,7 +66,7 @@ def test_a_function_gives_a_class_another_name_with_other_defaults(mean):
 
 def test_a_name_of_the_classs_own_is_kept():
     @register("first")
-    class Two(Strategy):
+    class Two(Choosing):
         name = "two"
 
     assert resolve("first").name == "two"
@@ -67,7 +74,7 @@ def test_a_name_of_the_classs_own_is_kept():
 
 def test_a_strategy_without_options_needs_no_dataclass():
     @register("plain")
-    class Plain(Strategy):
+    class Plain(Choosing):
         pass
 
     assert resolve("plain") == Plain()

@@ -140,6 +140,10 @@ class GatheredGrads(GradAccess):
     def show(self) -> None:
         pass  # they are gathered when they are read
 
+    def has_grad(self, entry: int) -> bool:
+        """Whether `p.grad` would give something."""
+        return self._ready() and self.used[entry]
+
     def read_grad(self, entry: int) -> Tensor | None:
         """What `p.grad` gives."""
         return self.read(entry)
@@ -155,7 +159,7 @@ class GatheredGrads(GradAccess):
         self.used[entry] = True
 
     def read(self, entry: int) -> Tensor | None:
-        if not self._ready() or not self.used[entry]:
+        if not self.has_grad(entry):
             return None
         with labelled(f"reading the gradient of {self._names[entry]!r}"):
             return self._view(self._gather(self._home(entry)), entry)

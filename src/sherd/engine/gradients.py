@@ -57,9 +57,11 @@ class RingGradients:
         *,
         slot_numel: int,
         on_sum: Callable[[int], None],
+        device: torch.device,
         memory: dict[str, Tensor] | None = None,
     ) -> None:
         self.layout = layout
+        self._device = device
         self.memory = memory or self._memory_for(comm, layout)
         self.summed = [False] * len(layout.buckets)
         self.sums, self.slices = self._allocate(comm, layout)
@@ -69,7 +71,8 @@ class RingGradients:
         self._held: dict[int, Tensor] = {}
         self._under_way: deque[_Reduction] = deque()
         sizes = zip(layout.buckets, self._pieces, strict=True)
-        self._ring = Ring(comm, max((p.numel * ITEMSIZE[b.dtype] for b, pieces in sizes for p in pieces), default=0))
+        largest = max((piece.numel * ITEMSIZE[bucket.dtype] for bucket, cut in sizes for piece in cut), default=0)
+        self._ring = Ring(comm, largest, device)
 
     # ---------------------------------------------------------------- contributions
 
@@ -117,7 +120,10 @@ class RingGradients:
 
     def _memory_for(self, comm: Communicator, layout: ShardLayout) -> dict[str, Tensor]:
         """Zeroed room for what is kept, by dtype."""
-        return {d: torch.zeros(size, dtype=dtype_of(d)) for d, size in _numel(layout, lambda b: b.slice_numel).items()}
+        return self._zeros(_numel(layout, lambda bucket: bucket.slice_numel))
+
+    def _zeros(self, sizes: dict[str, int]) -> dict[str, Tensor]:
+        return {d: torch.zeros(size, dtype=dtype_of(d), device=self._device) for d, size in sizes.items()}
 
     def _allocate(self, comm: Communicator, layout: ShardLayout) -> tuple[list[Tensor], list[Tensor]]:
         """What is kept of each bucket, and this rank's own slice of it."""
@@ -177,9 +183,10 @@ class WholeGradients(RingGradients):
         *,
         slot_numel: int,
         on_sum: Callable[[int], None],
+        device: torch.device,
         memory: dict[str, Tensor] | None = None,
     ) -> None:
-        super().__init__(comm, layout, slot_numel=slot_numel, on_sum=on_sum, memory=memory)
+        super().__init__(comm, layout, slot_numel=slot_numel, on_sum=on_sum, device=device, memory=memory)
         self._filled = [False] * len(layout.entries)
         self._homes = [layout.bucket_of(entry).index for entry in range(len(layout.entries))]
         self.views = [self._view(entry) for entry in range(len(layout.entries))]
@@ -225,7 +232,7 @@ class WholeGradients(RingGradients):
         # packing of the same entries.
         sizes = _numel(layout, lambda bucket: bucket.numel + layout.world * BLOCK)
         if not comm.shares_memory:
-            return {dtype: torch.zeros(size, dtype=dtype_of(dtype)) for dtype, size in sizes.items()}
+            return self._zeros(sizes)
         return {d: comm.shared_buffers(size, dtype=dtype_of(d))[comm.rank] for d, size in sizes.items()}
 
     def _allocate(self, comm: Communicator, layout: ShardLayout) -> tuple[list[Tensor], list[Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from sherd.comm import Communicator
@@ -37,6 +38,11 @@ class Inventory:
         found = list(model.named_parameters())
         for name, parameter in found:
             _check(name, parameter)
+            if parameter.device != found[0][1].device:
+                raise ConfigError(
+                    f"parameter {name!r} is on {parameter.device} and {found[0][0]!r} on {found[0][1].device}; "
+                    f"put the whole model on one device before sherd.distribute"
+                )
         trainable = [(name, p) for name, p in found if p.requires_grad]
         frozen = [(name, p) for name, p in found if not p.requires_grad]
         return cls(
@@ -47,6 +53,11 @@ class Inventory:
             tuple(p for _, p in frozen),
             tuple(buffer for buffer in model.buffers() if buffer is not None),
         )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next((p.device for p in (*self.trainable, *self.frozen)), torch.device("cpu"))
 
     def entries(self) -> list[Entry]:
         return [Entry(n, tuple(p.shape), _dtype(p)) for n, p in zip(self.names, self.trainable, strict=True)]

@@ -6,6 +6,7 @@ leaf in C++ and never asks Python for it.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any, Protocol
 
@@ -13,10 +14,14 @@ import torch
 from torch import Tensor, nn
 
 _RAW: Any = torch.Tensor.grad
+_MODULE_ZERO_GRAD = nn.Module.zero_grad.__code__
+_ANY = torch.empty(0)
 
 
 class GradientSource(Protocol):
     """Who knows the gradient of a parameter."""
+
+    def has_grad(self, entry: int) -> bool: ...
 
     def read_grad(self, entry: int) -> Tensor | None: ...
 
@@ -41,8 +46,13 @@ class ShardedParameter(nn.Parameter):
     def grad(self) -> Tensor | None:
         """The gradient over all ranks, gathered. Collective; `sherd.full_grad` is the same with a name."""
         source, entry = self.__dict__["_sherd"]
-        owner = source()
-        return None if owner is None else owner.read_grad(entry)
+        owner: GradientSource | None = source()
+        if owner is None:
+            return None
+        caller = sys._getframe(1)
+        if caller.f_code is _MODULE_ZERO_GRAD and caller.f_locals["set_to_none"]:
+            return _ANY if owner.has_grad(entry) else None  # it only asks whether there is one, then drops it
+        return owner.read_grad(entry)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:

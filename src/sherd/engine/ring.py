@@ -19,9 +19,10 @@ class Ring:
     They are allocated by the first `take`, which all ranks come to together: some training never needs them.
     """
 
-    def __init__(self, comm: Communicator, nbytes: int) -> None:
+    def __init__(self, comm: Communicator, nbytes: int, device: torch.device) -> None:
         self._comm = comm
         self._nbytes = nbytes
+        self._device = device
         self._slots: list[Tensor] = []
         self._users: list[Handle | None] = [None] * SLOTS
         self._next = 0
@@ -48,4 +49,4 @@ class Ring:
     def _allocate(self) -> Tensor:
         if self._comm.shares_memory:
             return self._comm.shared_buffers(self._nbytes, dtype=torch.uint8)[self._comm.rank]
-        return torch.empty(self._nbytes, dtype=torch.uint8)
+        return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)

@@ -71,7 +71,9 @@ class Rounds:
         if kind is Gradients.SLICES and self._keeps_local:
             kind = Gradients.WHOLE
         numel = self._inventory.bucket_numel(self._options.bucket_bytes)
-        self.gradients = _KINDS[kind](comm, layout, slot_numel=numel, on_sum=self._measure, memory=memory)
+        self.gradients = _KINDS[kind](
+            comm, layout, slot_numel=numel, on_sum=self._measure, device=self._inventory.device, memory=memory
+        )
         self._collector = Collector(layout, self.gradients)
         self.access: GradAccess
         if isinstance(self.gradients, ReplicatedGradients):

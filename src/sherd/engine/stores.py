@@ -38,6 +38,7 @@ class ParameterStore(ABC):
         self._layout = layout
         self.parameters = list(parameters)
         self.others = list(others)
+        self._device = next((p.device for p in (*parameters, *others)), torch.device("cpu"))
         self.slices = self._take_over()
 
     @abstractmethod
@@ -174,7 +175,7 @@ class PrivateStore(FlatStore):
         self.bump()
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype)
+        return torch.zeros(numel, dtype=dtype, device=self._device)
 
     def _fill(self) -> None:
         self._copy_in()

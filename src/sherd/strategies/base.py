@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strategy(Options):
+class Strategy(Options, ABC):
     """How ranks share the work: its frozen options, and nothing that changes while it runs.
 
     The contract: a strategy only *chooses* (where parameters live, who owns a slice, when ranks exchange); the engine
@@ -26,6 +27,8 @@ class Strategy(Options):
         @dataclass(frozen=True, kw_only=True)
         class Example(Strategy):
             every: int = 1
+
+            def choose(self, comm: Communicator) -> Choices: ...
     """
 
     name: ClassVar[str]
@@ -36,6 +39,6 @@ class Strategy(Options):
             raise ConfigError("Strategy is abstract; build one of its kinds, or name one: sherd.strategies.names()")
         return super().__new__(cls, *args, **options)
 
+    @abstractmethod
     def choose(self, comm: Communicator) -> Choices:
         """What the engine is to do among these ranks."""
-        raise NotImplementedError(f"{type(self).__name__} must say what the engine is to do: define choose(comm)")
