@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 RANKS ?= 2
 
-.PHONY: help train test lint unit fuzz bench-collectives clean
+.PHONY: help train test lint unit fuzz bench-collectives bench-training bench-memory clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -34,6 +34,16 @@ fuzz: $(READY) ## long randomised runs
 
 bench-collectives: $(READY) ## gloo and the host transport, interleaved in one run
 	$(BIN)/python -m benchmarks.collectives
+
+.venv/.bench: $(READY)
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	touch $@
+
+bench-training: .venv/.bench ## sherd and its peers on one GPT, interleaved in one run
+	$(BIN)/python -m benchmarks.training
+
+bench-memory: .venv/.bench ## host memory per parameter, one contender after the other
+	$(BIN)/python -m benchmarks.training --memory
 
 clean: ## remove the environment and every cache
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build src/*.egg-info

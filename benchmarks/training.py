@@ -1,0 +1,188 @@
+"""Strategies of sherd and of its peers on one small GPT, interleaved in one run: `python -m benchmarks.training`.
+
+Every contender has a group of ranks of its own. The groups take turns: one trains some steps while all others sleep.
+Each round gives every group one turn for each workload, in a new order, so that whatever else the machine does hits
+all of them alike; how much that was stands below each table. A turn's first step is not counted; in it the memory is
+weighed. A step takes as long as its slowest rank; reported is the median over all rounds.
+
+`unconnected` are as many processes as the others have ranks, which do not talk: the limit of this machine. `single
+process` trains on the data of all ranks with as many threads as the others have ranks. Everybody else uses one thread
+for each rank, and sees the same data in the same order from the same first weights, so the losses should agree: each
+is the mean of the workload's last turn over steps and ranks. Those of `unconnected` are of separate models.
+
+Memory is the proportional set size (PSS) of all ranks together, without pages of files:
+- bytes per parameter: its peak during steps, less what the ranks had before the model was built (everything imported,
+  process group up). The model's parameters count.
+- from distribute, for sherd only: its peak less what there was when `distribute` returned, plus the 4 bytes of the
+  parameters, which existed then. State that `distribute` itself had already filled is missing from it.
+
+`--memory` measures memory alone, one contender after the other with no other group alive, at 98 M parameters and one
+sequence of 32 tokens on each rank; it samples throughout all steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console, RenderableType
+
+from benchmarks.gpt import SIZES
+from benchmarks.training_contenders import CONTENDERS, chosen
+from benchmarks.training_group import Group, GroupFailed
+from benchmarks.training_rank import Train
+from benchmarks.training_report import Measured, Weighed, memory_report, training_report
+
+WORKLOADS = {"A": (2, 128), "B": (1, 32)}  # sequences and tokens of each rank
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass
+class Run:
+    """What is measured, and what came of it."""
+
+    ranks: int
+    size: str
+    timeout: float
+    console: Console
+    groups: dict[str, Group] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    details: dict[str, str] = field(default_factory=dict)
+
+    def start(self, name: str, stack: ExitStack) -> Group | None:
+        if missing := CONTENDERS[name].missing:
+            self.failures[name] = missing
+            return None
+        self.console.print(f"starting {CONTENDERS[name].title} ...")
+        group = stack.enter_context(Group(name, self.ranks, self.size, self.timeout))
+        self.groups[name] = group
+        try:
+            group.start()
+        except GroupFailed as failure:
+            self.drop(name, failure)
+            return None
+        return group
+
+    def drop(self, name: str, failure: GroupFailed) -> None:
+        self.groups.pop(name).kill()
+        self.failures[name], self.details[name] = str(failure), failure.details
+        self.console.print(f"  {CONTENDERS[name].title}: {failure}", markup=False)
+
+
+def interleave(run: Run, names: list[str], rounds: int, steps: int) -> dict[str, dict[str, Measured]]:
+    """Measurements by workload and contender."""
+    measured = {workload: {name: Measured() for name in names} for workload in WORKLOADS}
+    order = random.Random(0)
+    with ExitStack() as stack:
+        for name in names:
+            run.start(name, stack)
+        for number in range(rounds):
+            run.console.print(f"round {number + 1} of {rounds} ...")
+            for workload in WORKLOADS:
+                for name in order.sample(list(run.groups), len(run.groups)):
+                    try:
+                        _turn(run.groups[name], workload, steps, measured[workload][name])
+                    except GroupFailed as failure:
+                        run.drop(name, failure)
+    for by_name in measured.values():
+        for name, reason in run.failures.items():
+            by_name[name] = Measured(failure=reason)
+    return measured
+
+
+def _turn(group: Group, workload: str, steps: int, measured: Measured) -> None:
+    shape = WORKLOADS[workload]
+    peak = group.train_weighed(Train(*shape, steps=1))
+    trained = group.train(Train(*shape, steps=steps))
+    measured.disturbances.append(group.disturbance)
+    measured.seconds += [max(step) for step in zip(*(rank.seconds for rank in trained), strict=True)]
+    measured.loss = statistics.fmean(loss for rank in trained for loss in rank.losses)
+    grown = (peak - group.bytes_joined) / group.parameters
+    measured.bytes_per_parameter = max(measured.bytes_per_parameter, grown)
+
+
+def weigh(run: Run, names: list[str], steps: int) -> dict[str, Weighed]:
+    weighed = {}
+    for name in names:
+        with ExitStack() as stack:
+            group = run.start(name, stack)
+            if group is not None:
+                try:
+                    peak = group.train_weighed(Train(*WORKLOADS["B"], steps=steps))
+                    weighed[name] = Weighed(
+                        parameters=group.parameters,
+                        built=(group.bytes_built - group.bytes_joined) / group.parameters,
+                        peak=(peak - group.bytes_joined) / group.parameters,
+                        from_distribute=(peak - group.bytes_built) / group.parameters + 4,
+                    )
+                except GroupFailed as failure:
+                    run.drop(name, failure)
+        if name in run.failures:
+            weighed[name] = Weighed(failure=run.failures[name])
+    return weighed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", help="default: 2; with --memory: 2 4")
+    parser.add_argument("--size", choices=SIZES, help="default: 33.7m; with --memory: 98m")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="counted steps of a turn; all steps with --memory")
+    parser.add_argument("--only", help="contenders by comma; the beginning of several names stands for all of them")
+    parser.add_argument("--list", action="store_true", help="name the contenders and stop")
+    parser.add_argument("--memory", action="store_true", help="measure memory alone")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a group has for an answer (default: 300)")
+    parser.add_argument("--no-save", action="store_true", help=f"write nothing to {RESULTS.name}/")
+    arguments = parser.parse_args()
+    if arguments.list:
+        for name, contender in CONTENDERS.items():
+            print(f"{name:14}{contender.missing or contender.title}")
+        return
+    try:
+        names = chosen(arguments.only.split(",")) if arguments.only else list(CONTENDERS)
+    except ValueError as error:
+        parser.error(str(error))
+    signal.signal(signal.SIGTERM, _stop)
+    console = Console(width=130, highlight=False)
+    tables: list[RenderableType] = []
+    saved = []
+    size = arguments.size or ("98m" if arguments.memory else "33.7m")
+    for ranks in arguments.ranks or ([2, 4] if arguments.memory else [2]):
+        run = Run(ranks, size, arguments.timeout, console)
+        data: dict[str, object]
+        if arguments.memory:
+            weighed = weigh(run, names, arguments.steps)
+            tables += memory_report(ranks, size, weighed)
+            data = {name: asdict(one) for name, one in weighed.items()}
+        else:
+            measured = interleave(run, names, arguments.rounds, arguments.steps)
+            tables += training_report(ranks, size, measured, WORKLOADS)
+            data = {w: {name: asdict(one) for name, one in by.items()} for w, by in measured.items()}
+        saved.append({"ranks": ranks, "size": size, "results": data, "failures": run.details})
+    _publish("training_memory" if arguments.memory else "training", tables, saved, console, not arguments.no_save)
+
+
+def _publish(name: str, tables: list[RenderableType], saved: object, console: Console, save: bool) -> None:
+    console.print(*tables, sep="\n")
+    if save:
+        recorder = Console(width=130, record=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
+        recorder.print(*tables, sep="\n")
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{name}.txt").write_text(recorder.export_text())
+        (RESULTS / f"{name}.json").write_text(json.dumps(saved, indent=1) + "\n")
+
+
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    raise SystemExit("stopped")  # so that the groups are ended on the way out
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Who takes part in the training benchmark: each contender is one function from a model to a training step.
+
+All use `torch.optim.AdamW(lr=3e-4)` in its default implementation, and otherwise their own defaults.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+from benchmarks.gpt import Gpt, cross_entropy
+
+RATE = 3e-4
+Step = Callable[[Tensor, Tensor], Tensor]  # a batch in, its loss out; the model was updated
+
+
+def _alone(model: Gpt) -> Step:
+    return _loop(model, AdamW(model.parameters(), lr=RATE))
+
+
+def _torch_ddp(model: Gpt) -> Step:
+    return _loop(DistributedDataParallel(model), AdamW(model.parameters(), lr=RATE))
+
+
+def _torch_zero(model: Gpt) -> Step:
+    wrapped = DistributedDataParallel(model)
+    return _loop(wrapped, ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=RATE))
+
+
+def _fsdp2(model: Gpt) -> Step:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return _loop(model, AdamW(model.parameters(), lr=RATE))
+
+
+def _loop(forward: nn.Module, optimizer: Optimizer) -> Step:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = cross_entropy(forward(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _deepspeed(model: Gpt, *, stage: int) -> Step:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # it has to be there; nothing checks it against the batches that come
+        "gradient_clipping": 0.0,  # its default is 1.0, and nobody else clips
+        "zero_optimization": {"stage": stage},
+        "zero_force_ds_cpu_optimizer": False,  # the same AdamW as everybody
+        "zero_allow_untested_optimizer": True,
+    }
+    deepspeed: Any = importlib.import_module("deepspeed")
+    engine, *_ = deepspeed.initialize(model=model, optimizer=AdamW(model.parameters(), lr=RATE), config=config)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = cross_entropy(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+def _sherd(model: Gpt, *, strategy: str) -> Step:
+    sherd: Any = importlib.import_module("sherd")
+    model, optimizer = sherd.distribute(model, AdamW(model.parameters(), lr=RATE), strategy=strategy)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = model.loss(x, y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+@dataclass(frozen=True)
+class Contender:
+    title: str
+    build: Callable[[Gpt], Step]
+    connected: bool = True  # its ranks have a process group
+    whole: bool = False  # one process trains on what all ranks of the others see, with as many threads
+    package: str = "torch"  # imported before its memory is counted
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> str | None:
+        """Why it cannot take part here."""
+        if importlib.util.find_spec(self.package) is None:
+            return f"skipped: {self.package} is not installed, the extra `bench` has it"
+        return None
+
+
+def _of_deepspeed(stage: int) -> Contender:
+    build = partial(_deepspeed, stage=stage)
+    return Contender(f"DeepSpeed {stage}", build, package="deepspeed", environment={"DS_ACCELERATOR": "cpu"})
+
+
+def _of_sherd(strategy: str) -> Contender:
+    return Contender(f"sherd {strategy}", partial(_sherd, strategy=strategy), package="sherd")
+
+
+CONTENDERS = {
+    "single": Contender("single process", _alone, connected=False, whole=True),
+    "unconnected": Contender("unconnected (the limit)", _alone, connected=False),
+    "torch-ddp": Contender("torch DDP", _torch_ddp),
+    "torch-zero": Contender("torch ZeroRedundancy", _torch_zero),
+    "fsdp2": Contender("torch FSDP2", _fsdp2),
+    "deepspeed-1": _of_deepspeed(1),
+    "deepspeed-2": _of_deepspeed(2),
+    "deepspeed-3": _of_deepspeed(3),
+    "sherd-ddp": _of_sherd("ddp"),
+    "sherd-zero1": _of_sherd("zero1"),
+    "sherd-zero2": _of_sherd("zero2"),
+    "sherd-zero3": _of_sherd("zero3"),
+}
+
+
+def chosen(names: Iterable[str]) -> list[str]:
+    """The keys that these names mean: a key itself, or the beginning of several ("sherd", "deepspeed")."""
+    keys = []
+    for name in names:
+        found = [key for key in CONTENDERS if key == name] or [key for key in CONTENDERS if key.startswith(name)]
+        if not found:
+            raise ValueError(f"no contender is called {name!r}; there are {', '.join(CONTENDERS)}")
+        keys += found
+    return [key for key in CONTENDERS if key in keys]
