@@ -12,10 +12,10 @@ from sherd.api import optimizer as optimizers
 from sherd.api.loading import follow_loading
 from sherd.api.schedulers import guard_schedulers
 from sherd.api.training import Training, find_training
-from sherd.api.updaters import WholeUpdater, check_parameters, shard_of
+from sherd.api.updaters import check_optimizer, check_parameters, updater_for
 from sherd.comm import Communicator, connect
 from sherd.config import CommOptions, StepOptions
-from sherd.engine.choices import AccumulateAt, Choices, Parameters
+from sherd.engine.choices import AccumulateAt, Choices
 from sherd.engine.engine import Engine
 from sherd.engine.inventory import Inventory
 from sherd.errors import ConfigError
@@ -72,11 +72,12 @@ def distribute(  # type: ignore[misc]
     ranks = comm if isinstance(comm, Communicator) else connect(comm)
     inventory.compare(ranks)
     choices = _choices(chosen, ranks, options)
+    if optimizer is not None:
+        check_optimizer(optimizer, choices, chosen)
     engine = Engine(ranks, inventory, choices, options)
     updater = None
     if optimizer is not None:
-        whole = choices.parameters is Parameters.REPLICAS
-        updater = WholeUpdater(optimizer) if whole else shard_of(optimizer, engine, chosen)
+        updater = updater_for(optimizer, engine)
         optimizers.adopt(optimizer)
     training = Training(engine, chosen, updater)
     for thing in (model, optimizer):

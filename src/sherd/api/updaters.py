@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sherd.comm import Communicator
+from sherd.engine.choices import Choices, Parameters
 from sherd.engine.elementwise import why_not_elementwise
 from sherd.engine.engine import Engine
 from sherd.engine.optimizer_shard import OptimizerShard
@@ -42,14 +43,22 @@ class WholeUpdater:
         return sum(getattr(value, "nbytes", 0) for value in kept)
 
 
-def shard_of(optimizer: Optimizer, engine: Engine, strategy: Strategy) -> OptimizerShard:
-    """A shard of the user's optimizer, for what this rank owns."""
+def check_optimizer(optimizer: Optimizer, choices: Choices, strategy: Strategy) -> None:
+    """Refuse an optimizer that cannot work in parts where that is what the strategy asks for."""
+    if choices.parameters is Parameters.REPLICAS:
+        return
     reason = why_not_elementwise(optimizer)
     if reason is not None:
         raise ConfigError(
             f"{type(optimizer).__name__} cannot be sharded: {reason}. strategy={strategy.name!r} updates every "
             f'parameter in parts; write strategy="ddp", which keeps parameters whole'
         )
+
+
+def updater_for(optimizer: Optimizer, engine: Engine) -> WholeUpdater | OptimizerShard:
+    """Who updates what this rank is to update."""
+    if engine.choices.parameters is Parameters.REPLICAS:
+        return WholeUpdater(optimizer)
     return OptimizerShard(
         optimizer,
         engine.layout,

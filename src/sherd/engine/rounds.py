@@ -107,7 +107,7 @@ class Rounds:
             gradient, owner = raw_grad(parameter), rounds()
             if gradient is not None and owner is not None:
                 set_raw_grad(parameter, None)
-                owner.arrive(entry, gradient)
+                owner.arrive(entry, gradient.detach())
 
         return take
 
