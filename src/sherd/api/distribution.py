@@ -9,16 +9,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sherd.api import optimizer as optimizers
-from sherd.api.loading import follow_loading
+from sherd.api.loading import follow_loading, is_distributed
 from sherd.api.schedulers import guard_schedulers
-from sherd.api.training import Training, find_training
+from sherd.api.training import Training
 from sherd.api.updaters import check_optimizer, check_parameters, updater_for
 from sherd.comm import Communicator, connect
 from sherd.config import CommOptions, StepOptions
 from sherd.engine.choices import AccumulateAt, Choices
 from sherd.engine.engine import Engine
 from sherd.engine.inventory import Inventory
-from sherd.errors import ConfigError
+from sherd.errors import ConfigError, Diverged, nearest
 from sherd.strategies import Strategy, resolve
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -32,7 +32,7 @@ def distribute(model: Model, **options: Any) -> Model: ...
 def distribute(model: Model, optimizer: Opt, **options: Any) -> tuple[Model, Opt]: ...
 @overload
 def distribute(model: Model, optimizer: Opt, loader: Loader, **options: Any) -> tuple[Model, Opt, Loader]: ...
-def distribute(  # type: ignore[misc]
+def distribute(
     model: Any,
     optimizer: Any = None,
     loader: Any = None,
@@ -46,6 +46,7 @@ def distribute(  # type: ignore[misc]
     bucket_bytes: int | None = None,
     check: str = "versions",
     comm: CommOptions | Communicator | None = None,
+    **unknown: Any,
 ) -> Any:
     """Train `model` on all ranks of this job. Returns what it was given: the same objects, ready for the same loop.
 
@@ -58,6 +59,9 @@ def distribute(  # type: ignore[misc]
     accumulate_at, clip_norm, nonfinite, loss_reduction, bucket_bytes, check: see `sherd.StepOptions`.
     comm: options for the communicator, or one that exists.
     """
+    for name in unknown:
+        valid = ("strategy", "comm", *(field.name for field in dataclasses.fields(StepOptions)))
+        raise ConfigError(f"distribute has no option {name!r}; {nearest(name, valid)}")
     chosen = resolve(strategy)
     options = StepOptions(
         accumulate=accumulate,
@@ -70,6 +74,7 @@ def distribute(  # type: ignore[misc]
     )
     inventory = _checked(model, optimizer)
     ranks = comm if isinstance(comm, Communicator) else connect(comm)
+    _compare(ranks, (chosen, options))
     inventory.compare(ranks)
     choices = _choices(chosen, ranks, options)
     if optimizer is not None:
@@ -96,7 +101,7 @@ def _checked(model: Any, optimizer: Any) -> Inventory:
         raise ConfigError(f"distribute takes a torch.nn.Module first, found {type(model).__name__}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise ConfigError(f"distribute takes a torch.optim.Optimizer second, found {type(optimizer).__name__}")
-    if find_training(model) is not None:
+    if any(is_distributed(module) for module in model.modules()):
         raise ConfigError("this model is distributed already; call sherd.distribute once per model")
     inventory = Inventory.of(model)
     for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
@@ -109,3 +114,17 @@ def _choices(strategy: Strategy, comm: Communicator, options: StepOptions) -> Ch
     if options.accumulate_at is None:
         return choices
     return dataclasses.replace(choices, accumulate_at=AccumulateAt(options.accumulate_at))
+
+
+def _compare(comm: Communicator, mine: tuple[Strategy, StepOptions]) -> None:
+    """Refuse options that differ between ranks. Collective."""
+    with comm.counters.agreeing():
+        everybody = comm.all_gather_object(mine)
+    for rank, theirs in enumerate(everybody):
+        for first, other in zip(everybody[0], theirs, strict=True):
+            if first != other:
+                raise Diverged(
+                    f"the ranks' options differ: rank 0 has {first} where rank {rank} has {other}; "
+                    f"call sherd.distribute with the same options on every rank",
+                    ranks=(0, rank),
+                )

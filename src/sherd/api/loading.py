@@ -35,6 +35,11 @@ def engine_of(module: nn.Module) -> Engine:
     return engine
 
 
+def is_distributed(module: nn.Module) -> bool:
+    """Whether it is a distributed model or a part of one."""
+    return _find(module) is not None
+
+
 def _find(module: nn.Module) -> Engine | None:
     reference = _engines.get(module)
     return None if reference is None else reference()

@@ -30,6 +30,8 @@ class Distributed(_Base):
 
     # A scheduler wraps step() to see that it was called, unless it finds this mark.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    # So does torch at the end of load_state_dict, for the hooks, which belong to real steps only.
+    step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradient. Inside an accumulation window it does nothing."""
@@ -46,7 +48,9 @@ class Distributed(_Base):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters of the distributed model."""
         parameters = param_group["params"]
-        if not isinstance(parameters, (Tensor, set)):  # torch has its own words for a set
+        if isinstance(parameters, Tensor):
+            parameters = [parameters]
+        if not isinstance(parameters, set):  # torch has its own words for a set
             parameters = param_group["params"] = list(parameters)
             named = (item[1] if isinstance(item, tuple) else item for item in parameters)
             training_of(self).check_group(list(named))

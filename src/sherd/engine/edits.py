@@ -32,6 +32,7 @@ class EditGuard:
     def accept(self) -> None:
         """Parameters are as they should be."""
         self._addresses = [parameter.data_ptr() for parameter in self._parameters]
+        self._dtypes = [parameter.dtype for parameter in self._parameters]
         self._versions = [parameter._version for parameter in self._parameters]
         self._sums = [checksum(p) for p in self._parameters] if self.checksums else []
 
@@ -45,7 +46,8 @@ class EditGuard:
                     "write into it inside `with sherd.full_parameters(model):`, or load_state_dict without assign=True",
                 )
         for index, parameter in enumerate(self._parameters):
-            if parameter.data_ptr() != self._addresses[index] and self._store.owns_memory:
+            moved = parameter.data_ptr() != self._addresses[index] and self._store.owns_memory
+            if moved or parameter.dtype != self._dtypes[index]:
                 self._refuse(
                     self._names[index],
                     "was moved out of the memory that its ranks train",

@@ -39,6 +39,10 @@ class GradAccess(ABC):
     def collect(self) -> list[int]:
         """Bring what was done to `p.grad` into the sums; the buckets that changed."""
 
+    def suspects(self) -> list[int]:
+        """Buckets that may have been changed in a way that `collect` cannot see."""
+        return []
+
     @abstractmethod
     def read(self, entry: int) -> Tensor | None:
         """The whole gradient of one parameter."""
@@ -56,9 +60,11 @@ class NativeGrads(GradAccess):
     def __init__(self, gradients: WholeGradients, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
         super().__init__(gradients, parameters, names)
         self._versions: dict[str, int] = {}
+        self._shown = False
 
     def hide(self) -> None:
         self.collect()
+        self._shown = False
         for parameter in self._parameters:
             set_raw_grad(parameter, None)
 
@@ -66,13 +72,14 @@ class NativeGrads(GradAccess):
         for entry, parameter in enumerate(self._parameters):
             if self.used[entry]:
                 set_raw_grad(parameter, self._gradients.views[entry])
+        self._shown = True
         self._note()
 
     def collect(self) -> list[int]:
         layout, changed = self._gradients.layout, set()
         for entry, parameter in enumerate(self._parameters):
             gradient, view = raw_grad(parameter), self._gradients.views[entry]
-            if gradient is view or (gradient is None and not self.used[entry]):
+            if gradient is view or (gradient is None and not (self.used[entry] and self._shown)):
                 continue
             bucket = layout.bucket_of(entry).index
             if gradient is None:
@@ -88,6 +95,10 @@ class NativeGrads(GradAccess):
             changed.update(range(len(layout.buckets)))
         self._note()
         return sorted(changed)
+
+    def suspects(self) -> list[int]:
+        # `p.grad.data.mul_(2)` writes into the sum and leaves no version to go by.
+        return [bucket for bucket, summed in enumerate(self._gradients.summed) if summed]
 
     def read(self, entry: int) -> Tensor | None:
         return raw_grad(self._parameters[entry])
@@ -124,7 +135,7 @@ class GatheredGrads(GradAccess):
         super().__init__(gradients, parameters, names)
         self._comm = comm
         self._ready = ready
-        self._gathered: dict[int, tuple[Tensor, int]] = {}
+        self._gathered: dict[int, Tensor] = {}
         self._discarded: set[int] = set()
         for entry, parameter in enumerate(parameters):
             adopt(parameter, self, entry)
@@ -166,13 +177,11 @@ class GatheredGrads(GradAccess):
 
     def collect(self) -> list[int]:
         changed, self._discarded = self._discarded, set()
-        for bucket, (whole, version) in self._gathered.items():
-            if whole._version != version:
-                slice = whole.view(self._comm.world, -1)[self._comm.rank]
-                self._gradients.slices[bucket].copy_(slice)
-                self._gradients.summed[bucket] = True
-                self._gathered[bucket] = (whole, whole._version)
-                changed.add(bucket)
+        for bucket, whole in self._gathered.items():  # p.grad.data.clamp_() leaves no version to go by
+            self._gradients.slices[bucket].copy_(whole.view(self._comm.world, -1)[self._comm.rank])
+            self._gradients.summed[bucket] = True
+            changed.add(bucket)
+        self._gathered.clear()  # sums may be scaled or zeroed from here on
         return sorted(changed)
 
     def forget(self) -> None:
@@ -188,9 +197,8 @@ class GatheredGrads(GradAccess):
             slice = self._gradients.slices[bucket]
             if not self._gradients.summed[bucket]:
                 slice.zero_()
-            whole = self._comm.all_gather(slice).wait()
-            self._gathered[bucket] = (whole, whole._version)
-        return self._gathered[bucket][0]
+            self._gathered[bucket] = self._comm.all_gather(slice).wait()
+        return self._gathered[bucket]
 
     def _view(self, whole: Tensor, entry: int) -> Tensor:
         layout = self._gradients.layout
@@ -207,7 +215,7 @@ class GatheredGrads(GradAccess):
             self._gathered.pop(bucket, None)
         self._discarded.add(bucket)
         if bucket in self._gathered:
-            self._view(self._gathered[bucket][0], entry).zero_()
+            self._view(self._gathered[bucket], entry).zero_()
         for segment in self._gradients.layout.segments_of(entry):
             if segment.owner == self._comm.rank:
                 self._gradients.slices[bucket][segment.offset : segment.offset + segment.numel].zero_()

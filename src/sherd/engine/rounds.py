@@ -93,12 +93,10 @@ class Rounds:
     # ---------------------------------------------------------------- a round
 
     def begin_round(self) -> None:
-        if self._broken is not None:
-            raise SherdError(
-                f"rank {self._comm.rank}: an earlier backward failed ({self._broken}) after gradients had been "
-                f"exchanged, so the ranks no longer have the same; start again from a checkpoint"
-            )
         self.access.hide()
+        if not self.window.open and not any(self.access.used) and not any(self._collector.used):
+            self._weights.forget()  # somebody dropped it all: model.zero_grad()
+            self._norms.forget()
 
     def _hook(self, entry: int) -> Callable[[Tensor], None]:
         rounds = weakref.ref(self)  # torch keeps hooks where the garbage collector may not see a cycle
@@ -114,6 +112,11 @@ class Rounds:
     def arrive(self, entry: int, gradient: Tensor) -> None:
         """Take a gradient that autograd made."""
         if not self._touched:
+            if self._broken is not None:  # here: other models of this process may go on
+                raise SherdError(
+                    f"rank {self._comm.rank}: an earlier backward failed ({self._broken}) after gradients had been "
+                    f"exchanged, so the ranks no longer have the same; start again from a checkpoint"
+                )
             self._touched = True
             self._factor = self._weights.enter()
             self._collector.start()
@@ -163,6 +166,7 @@ class Rounds:
         weights.agreed(total[1], total[2], self._comm.world)
         used = total[3 + len(late) :]
         self.access.used = [before or count > 0 for before, count in zip(self.access.used, used, strict=True)]
+        self._collector.forget()  # who drops a gradient now must not find it used again
         return [count > 0 for count in total[3 : 3 + len(late)]]
 
     def _learn(self) -> None:
@@ -199,7 +203,13 @@ class Rounds:
             self._collector.start()
             self._reduce_rest()
             self._show()
-        self._stale.update(self.access.collect())
+        changed = self.access.collect()
+        if changed:
+            for bucket in changed:
+                self._measure(bucket)
+            with self._comm.counters.agreeing(), labelled("what was done to p.grad"):
+                bad = torch.tensor([float(not self._norms.finite())], dtype=torch.float64)
+                self.finite = self._comm.all_reduce(bad).wait().item() == 0
         divisor = self._weights.divisor()
         if divisor != 1.0:
             self._scale(1.0 / divisor)
@@ -210,7 +220,7 @@ class Rounds:
         The same bits on every rank and under every strategy.
         """
         self.settle()
-        for bucket in sorted(self._stale):
+        for bucket in sorted(self._stale.union(self.access.suspects())):
             self._measure(bucket)
         with labelled(f"the gradient norm of step {self.number}"):
             norm = self._norms.total(self._comm)

@@ -86,8 +86,23 @@ class ReplicaStore(ParameterStore):
     owns_memory = False
 
     def _take_over(self) -> list[Tensor]:
+        self._before: dict[int, Tensor] = {}
         self.from_leader((*self.parameters, *self.others))
         return []
+
+    def lend(self, indices: Sequence[int]) -> None:
+        everything = (*self.parameters, *self.others)
+        self._before.update({index: everything[index].detach().clone() for index in indices})
+
+    def take_back(self, indices: Sequence[int]) -> None:
+        everything = (*self.parameters, *self.others)
+        for index in indices:
+            everything[index].detach().copy_(self._before.pop(index))
+
+    def write(self, indices: Sequence[int]) -> None:
+        super().write(indices)
+        for index in indices:
+            self._before.pop(index, None)
 
     def acquire(self) -> None:
         pass
@@ -138,6 +153,7 @@ class FlatStore(ParameterStore):
 
     def write(self, indices: Sequence[int]) -> None:
         everything = (*self.parameters, *self.others)
+        self.acquire()
         if self._comm.rank == 0:
             for index in indices:
                 self.homes[index].copy_(everything[index].detach())
