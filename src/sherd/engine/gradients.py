@@ -23,7 +23,7 @@ from sherd.comm import Communicator, Handle
 from sherd.engine.entry import ITEMSIZE
 from sherd.engine.layout import ShardLayout
 from sherd.engine.pieces import PADDING, Piece, cut_by_slice, cut_whole
-from sherd.engine.placement import BLOCK
+from sherd.engine.placement import BLOCK, padded
 from sherd.engine.ring import Ring
 from sherd.engine.slicing import Bucket
 
@@ -223,14 +223,9 @@ class WholeGradients(RingGradients):
     def local(self, bucket: int) -> bool:
         return super().local(bucket) or any(self._filled[member] for member in self.layout.buckets[bucket].members)
 
-    def fits(self, layout: ShardLayout) -> bool:
-        """Whether another packing of the same entries fits into the same memory."""
-        return all(size <= self.memory[dtype].numel() for dtype, size in _numel(layout, lambda b: b.numel).items())
-
     def _memory_for(self, comm: Communicator, layout: ShardLayout) -> dict[str, Tensor]:
-        # Where peers can read it in place, if there is such memory. One more cut per bucket leaves room for another
-        # packing of the same entries.
-        sizes = _numel(layout, lambda bucket: bucket.numel + layout.world * BLOCK)
+        # Where peers can read it in place, if there is such memory.
+        sizes = _numel(layout, self._room)
         if not comm.shares_memory:
             return self._zeros(sizes)
         return {d: comm.shared_buffers(size, dtype=dtype_of(d))[comm.rank] for d, size in sizes.items()}
@@ -239,6 +234,10 @@ class WholeGradients(RingGradients):
         self._buckets = _carve(self.memory, layout, lambda bucket: bucket.numel)
         slices = [whole.view(layout.world, -1)[comm.rank] for whole in self._buckets]
         return slices, slices
+
+    def _room(self, bucket: Bucket) -> int:
+        """Elements to allocate for a bucket."""
+        return bucket.numel
 
     def _reduce_in_place(self, bucket: int, op: str) -> Handle:
         return self._comm.reduce_scatter(self._buckets[bucket], self.sums[bucket], op=op)
@@ -251,6 +250,14 @@ class WholeGradients(RingGradients):
 
 class ReplicatedGradients(WholeGradients):
     """A whole local gradient per rank that becomes the whole sum on every rank."""
+
+    def fits(self, layout: ShardLayout) -> bool:
+        """Whether another packing of the same entries fits into the same memory."""
+        return all(size <= self.memory[dtype].numel() for dtype, size in _numel(layout, lambda b: b.numel).items())
+
+    def _room(self, bucket: Bucket) -> int:
+        # Enough for another packing: its entries, and what cutting a bucket into equal slices can add at most.
+        return sum(padded(entry.numel) for entry in bucket.entries) + bucket.world * BLOCK
 
     def _allocate(self, comm: Communicator, layout: ShardLayout) -> tuple[list[Tensor], list[Tensor]]:
         _, slices = super()._allocate(comm, layout)

@@ -185,6 +185,8 @@ class Rounds:
         order = [*arrivals, *(entry for entry in reversed(range(len(self.layout.entries))) if entry not in arrivals)]
         layout = self._inventory.layout(self._comm.world, self._comm.tree.group, self._options.bucket_bytes, order)
         if self.gradients.fits(layout):
+            for flat in self.gradients.memory.values():
+                flat.zero_()  # what is padding now was a gradient before
             self._build(layout, self.gradients.memory)
 
     def _measure(self, bucket: int) -> None:
