@@ -252,6 +252,27 @@ def counted(transport):
         return {name: count.payload for name, count in c.counters.by_operation.items()}
 
 
+def reduce_with_own(transport, numel, dtype, codec):
+    with comm.connect(CommOptions(transport=transport)) as ranks:
+        rank, world = ranks.rank, ranks.world
+        source = tensor_of(rank, numel * world, dtype)
+        plain = ranks.reduce_scatter(source.clone(), op="mean", codec=codec).wait()
+        own = source.view(world, -1)[rank].clone()
+        lent = ranks.shared_buffers(numel * world, dtype=dtype)[rank] if ranks.shares_memory else source.clone()
+        for place in (source.clone(), lent):
+            place.copy_(source)
+            place.view(world, -1)[rank] = float("nan")  # scratch: nobody may look
+            assert torch.equal(ranks.reduce_scatter(place, op="mean", codec=codec, own=own).wait(), plain)
+            assert torch.equal(own, source.view(world, -1)[rank])
+
+
+@pytest.mark.parametrize("transport", ["host", "c10d"])
+def test_the_own_part_of_a_reduce_scatter_may_lie_elsewhere(ranks, transport):
+    for numel in (5, 40_000, 700_000):
+        for codec in (None, comm.Cast(torch.bfloat16)):
+            ranks(3).run(reduce_with_own, transport, numel, torch.float32, codec)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_payload_bytes_are_the_formula(ranks, transport):
     world = 4

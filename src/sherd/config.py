@@ -164,7 +164,7 @@ class StepOptions(Options):
     """Whether the loss is a "mean" over its batch, so that gradients are averaged, or a "sum": they are added."""
 
     bucket_bytes: int | None = None
-    """Bytes of gradients that are reduced together. None: a share of the model, at most 4 MB."""
+    """Bytes of gradients that are reduced together. None: a share of the model, at most 2 MB."""
 
     check: str = "versions"
     """How edits of shared parameters are found: by torch's "versions", or "edits": by checksums too."""

@@ -73,11 +73,19 @@ class Communicator(ABC):
         op: str = "sum",
         codec: Codec | None = None,
         dtype: torch.dtype | None = None,
+        own: Tensor | None = None,
     ) -> Handle:
-        """Reduce over ranks and keep this rank's slice: the first dimension of `input` is cut into `world` parts."""
+        """Reduce over ranks and keep this rank's slice: the first dimension of `input` is cut into `world` parts.
+
+        With `own`, that is this rank's contribution to its own slice, and what `input` has there is scratch: it spares
+        copying what no other rank reads.
+        """
         form = self._form("reduce_scatter", input, output, dtype, codec, op)
         result, flat = _output(input, output, form)
-        return self._finish(self._reduce_scatter(form.call, _flat(input), flat, op, codec), result, flat)
+        if own is not None and own.dtype != input.dtype:
+            raise ConfigError(f"rank {self.rank}: own is of {own.dtype}, input of {input.dtype}; give them one dtype")
+        mine = None if own is None else _flat(own)
+        return self._finish(self._reduce_scatter(form.call, _flat(input), flat, op, codec, mine), result, flat)
 
     def all_gather(
         self,
@@ -191,7 +199,9 @@ class Communicator(ABC):
     # ---------------------------------------------------------------- for transports
 
     @abstractmethod
-    def _reduce_scatter(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle: ...
+    def _reduce_scatter(
+        self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None, own: Tensor | None = None
+    ) -> Handle: ...
 
     @abstractmethod
     def _all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle: ...
@@ -286,6 +296,11 @@ class Communicator(ABC):
         return (
             input.shape if operation == "all_to_all" else torch.Size((input.shape[0] // self.world, *input.shape[1:]))
         )
+
+    def _put_own(self, source: Tensor, own: Tensor | None) -> None:
+        """Copy `own` to where it belongs in `source`, for ways that take it from there."""
+        if own is not None:
+            source.view(self.world, -1)[self.rank].copy_(own)
 
     def _finish(self, handle: Handle, result: Tensor, flat: Tensor) -> Handle:
         """The handle as the caller sees it: its result has the caller's shape, strides and identity."""

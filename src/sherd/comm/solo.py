@@ -39,8 +39,10 @@ class SoloCommunicator(Communicator):
     def close(self, error: BaseException | None = None) -> None:
         pass
 
-    def _reduce_scatter(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
-        combine(self.tree, [_through(codec, source)], target, op)
+    def _reduce_scatter(
+        self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None, own: Tensor | None = None
+    ) -> Handle:
+        combine(self.tree, [_through(codec, source if own is None else own)], target, op)
         return self._count(call, target)
 
     def _all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:

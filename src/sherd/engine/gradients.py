@@ -89,9 +89,9 @@ class RingGradients:
         described, pieces = self.layout.buckets[bucket], self._pieces[bucket]
         for piece in pieces:
             slot = self._ring.take(piece.numel, dtype_of(described.dtype), self._complete)
-            torch.cat([self._run(slot, *run) for run in piece.runs], out=slot)
+            own = self._fill(slot, piece)
             target = self.sums[bucket][piece.start : piece.stop]
-            handle, addend = self._reduce(slot, target, op, first=not self.summed[bucket])
+            handle, addend = self._reduce(slot, own, target, op, first=not self.summed[bucket])
             self._ring.lend(handle)
             self._start(_Reduction(bucket, handle, target, addend, piece is pieces[-1]))
         for member in described.members:
@@ -133,14 +133,30 @@ class RingGradients:
     def _cut(self, bucket: Bucket, slot_numel: int) -> tuple[Piece, ...]:
         return cut_by_slice(bucket, slot_numel)
 
-    def _reduce(self, slot: Tensor, target: Tensor, op: str, first: bool) -> tuple[Handle, Tensor | None]:
+    def _reduce(
+        self, slot: Tensor, own: Tensor | None, target: Tensor, op: str, first: bool
+    ) -> tuple[Handle, Tensor | None]:
         """Reduce a slot into `target`, or, if that holds a sum already, aside: what is to be added to it."""
         if first:
-            return self._comm.reduce_scatter(slot, target, op=op), None
+            return self._comm.reduce_scatter(slot, target, op=op, own=own), None
         aside = torch.empty_like(target)
-        return self._comm.reduce_scatter(slot, aside, op=op), aside
+        return self._comm.reduce_scatter(slot, aside, op=op, own=own), aside
 
     # ---------------------------------------------------------------- private
+
+    def _fill(self, slot: Tensor, piece: Piece) -> Tensor | None:
+        """Copy a piece into its slot, but for this rank's own part if that can be taken from where it is."""
+        rank, size = self._comm.rank, piece.numel // len(piece.parts)
+        runs = [self._run(slot, *run) for part in piece.parts for run in part]
+        if len(piece.parts) == 1 or len(piece.parts[rank]) > 1:
+            torch.cat(runs, out=slot)
+            return None
+        before = sum(len(part) for part in piece.parts[:rank])
+        if rank > 0:
+            torch.cat(runs[:before], out=slot[: rank * size])
+        if rank + 1 < len(piece.parts):
+            torch.cat(runs[before + 1 :], out=slot[(rank + 1) * size :])
+        return runs[before]
 
     def _run(self, slot: Tensor, entry: int, start: int, stop: int) -> Tensor:
         held = None if entry == PADDING else self._held.get(entry)
@@ -266,7 +282,9 @@ class ReplicatedGradients(WholeGradients):
     def _cut(self, bucket: Bucket, slot_numel: int) -> tuple[Piece, ...]:
         return cut_whole(bucket, slot_numel)
 
-    def _reduce(self, slot: Tensor, target: Tensor, op: str, first: bool) -> tuple[Handle, Tensor | None]:
+    def _reduce(
+        self, slot: Tensor, own: Tensor | None, target: Tensor, op: str, first: bool
+    ) -> tuple[Handle, Tensor | None]:
         return self._comm.all_reduce(slot, slot, op=op), slot
 
     def _reduce_in_place(self, bucket: int, op: str) -> Handle:

@@ -26,9 +26,12 @@ class Run(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one reduction carries, and which elements of the kept sum (a slice, or the whole bucket) it gives."""
+    """What one reduction carries, and which elements of the kept sum (a slice, or the whole bucket) it gives.
 
-    runs: tuple[Run, ...]
+    `parts` are equal in size and lie end to end: one per owner, or one for all.
+    """
+
+    parts: tuple[tuple[Run, ...], ...]
     numel: int
     start: int
     stop: int
@@ -41,10 +44,9 @@ def cut_by_slice(bucket: Bucket, slot_numel: int) -> tuple[Piece, ...]:
     pieces = []
     for start in range(0, size, step):
         stop = min(start + step, size)
-        runs = tuple(
-            run for owner in range(bucket.world) for run in _runs(bucket, owner * size + start, owner * size + stop)
-        )
-        pieces.append(Piece(runs, (stop - start) * bucket.world, start, stop))
+        owners = range(0, bucket.world * size, size)
+        parts = tuple(tuple(_runs(bucket, owner + start, owner + stop)) for owner in owners)
+        pieces.append(Piece(parts, (stop - start) * bucket.world, start, stop))
     return tuple(pieces)
 
 
@@ -52,7 +54,7 @@ def cut_whole(bucket: Bucket, slot_numel: int) -> tuple[Piece, ...]:
     """Pieces for an all-reduce: at most `slot_numel` elements, though at least a block."""
     step = max(slot_numel // BLOCK * BLOCK, BLOCK)
     cuts = [(start, min(start + step, bucket.numel)) for start in range(0, bucket.numel, step)]
-    return tuple(Piece(tuple(_runs(bucket, start, stop)), stop - start, start, stop) for start, stop in cuts)
+    return tuple(Piece((tuple(_runs(bucket, start, stop)),), stop - start, start, stop) for start, stop in cuts)
 
 
 def _runs(bucket: Bucket, low: int, high: int) -> Iterator[Run]:

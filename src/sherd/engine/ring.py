@@ -9,8 +9,9 @@ from torch import Tensor
 
 from sherd.comm import Communicator, Handle
 
-SLOTS = 2
-"""One slot is filled while the other is reduced."""
+SLOTS = 4
+"""How far a rank may run ahead of the slowest. On two ranks that exchange as much as they compute, a backward took
+161 ms with two slots, 154 with four and no less with more."""
 
 
 class Ring:

@@ -140,8 +140,11 @@ class C10dCommunicator(Communicator):
 
     # ---------------------------------------------------------------- operations
 
-    def _reduce_scatter(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
+    def _reduce_scatter(
+        self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None, own: Tensor | None = None
+    ) -> Handle:
         cut = target.numel()
+        self._put_own(source, own)
         payload = (self.world - 1) * wire_bytes(cut, source, codec)
         if self.options.order == "transport" and codec is None:
             return self._issue(call, payload, lambda: self._slices.backend_reduce_scatter(source, target, op))

@@ -27,7 +27,7 @@ from sherd.comm.host.rendezvous import Link, meet
 from sherd.comm.host.scheduler import Scheduler
 from sherd.comm.host.shared import Place, SharedMemory
 from sherd.comm.host.small import Finish, SmallCalls, SmallPlan
-from sherd.comm.host.staging import SMALL_BYTES, SMALL_CHUNKS, Staging
+from sherd.comm.host.staging import SMALL_BYTES, SMALL_CHUNKS, Staging, is_small
 from sherd.comm.host.streams import Streams, Take
 from sherd.comm.host.waiting import Waiter
 from sherd.comm.solo import SoloCommunicator
@@ -128,15 +128,20 @@ class HostCommunicator(Communicator):
 
     # ---------------------------------------------------------------- operations
 
-    def _reduce_scatter(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
+    def _reduce_scatter(
+        self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None, own: Tensor | None = None
+    ) -> Handle:
         cut = target.numel()
         self._count(call, (self.world - 1) * wire_bytes(cut, source, codec))
+        if codec is not None or is_small(source.numel() * source.element_size()):
+            self._put_own(source, own)
+            own = None
         if codec is None:
             small = self._start_small(call, source, target, cut, self._all, lambda: self._reduce_whole(op))
             if small is not None:
                 return small
         o = self._new(call)
-        return self._issue(o, self._streams.scatter(o, source, cut, codec, self._reducing(target, op)))
+        return self._issue(o, self._streams.scatter(o, source, cut, codec, self._reducing(target, op), own=own))
 
     def _all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
         cut = target.numel() // self.world

@@ -47,11 +47,19 @@ class Streams:
     # ---------------------------------------------------------------- movements
 
     def scatter(
-        self, o: SteppedOperation, source: Tensor, cut: int, codec: Codec | None, take: Take, last: bool = True
+        self,
+        o: SteppedOperation,
+        source: Tensor,
+        cut: int,
+        codec: Codec | None,
+        take: Take,
+        last: bool = True,
+        own: Tensor | None = None,
     ) -> Steps:
         """Give rank r elements [r * cut, (r + 1) * cut) of `source`, and take what all gave for this rank.
 
-        `last` unless other movements of the same operation follow.
+        `last` unless other movements of the same operation follow. `own` stands for this rank's own part of `source`,
+        which nobody else reads unless it is staged whole or through a codec.
         """
         rank, world = self._rank, self._world
         # A small contribution is staged whole: one copy costs less than several. Otherwise, without a codec, nobody
@@ -77,7 +85,7 @@ class Streams:
 
         def part(r: int, start: int, stop: int, index: int) -> Tensor:
             if r == rank and codec is None:
-                return source[rank * cut + start : rank * cut + stop]
+                return source[rank * cut + start : rank * cut + stop] if own is None else own[start:stop]
             offset = (rank if whole else _piece(rank, r, codec)) * g.stride
             return self._read(o, staging, r, rank * cut + start, index, offset, stop - start, source.dtype, codec)
 
