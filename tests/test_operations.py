@@ -255,7 +255,7 @@ def counted(transport):
 def reduce_with_own(transport, numel, dtype, codec):
     with comm.connect(CommOptions(transport=transport)) as ranks:
         rank, world = ranks.rank, ranks.world
-        source = tensor_of(rank, numel * world, dtype)
+        source = tensor_of(rank, (numel * world,), dtype)
         plain = ranks.reduce_scatter(source.clone(), op="mean", codec=codec).wait()
         own = source.view(world, -1)[rank].clone()
         lent = ranks.shared_buffers(numel * world, dtype=dtype)[rank] if ranks.shares_memory else source.clone()
