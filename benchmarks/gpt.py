@@ -28,7 +28,9 @@ class Size:
 SIZES = {
     "small": Size(layers=4, width=128, heads=4, vocabulary=1024),  # 0.96 M parameters
     "33.7m": Size(layers=10, width=512, heads=8, vocabulary=4096),  # 33.75 M
-    "98m": Size(layers=13, width=768, heads=12, vocabulary=8192),  # 98.63 M
+    "98m": Size(layers=20, width=640, heads=10, vocabulary=256),  # 98.79 M, on bytes
+    # Autograd keeps two gradients of a tied embedding at a time, on every rank: the larger it is, the more that is.
+    "98m-8k": Size(layers=13, width=768, heads=12, vocabulary=8192),  # 98.63 M
 }
 
 

@@ -11,10 +11,8 @@ for each rank, and sees the same data in the same order from the same first weig
 is the mean of the workload's last turn over steps and ranks. Those of `unconnected` are of separate models.
 
 Memory is the proportional set size (PSS) of all ranks together, without pages of files:
-- bytes per parameter: its peak during steps, less what the ranks had before the model was built (everything imported,
-  process group up). The model's parameters count.
-- from distribute, for sherd only: its peak less what there was when `distribute` returned, plus the 4 bytes of the
-  parameters, which existed then. State that `distribute` itself had already filled is missing from it.
+the peak during steps, less what the ranks had before the model was built, with everything imported, the process group
+up and a step of a tiny model done, since torch loads much at its first step. The model's parameters count.
 
 `--memory` measures memory alone, one contender after the other with no other group alive, at 98 M parameters and one
 sequence of 32 tokens on each rank; it samples throughout all steps.
@@ -121,7 +119,6 @@ def weigh(run: Run, names: list[str], steps: int) -> dict[str, Weighed]:
                         parameters=group.parameters,
                         built=(group.bytes_built - group.bytes_joined) / group.parameters,
                         peak=(peak - group.bytes_joined) / group.parameters,
-                        from_distribute=(peak - group.bytes_built) / group.parameters + 4,
                     )
                 except GroupFailed as failure:
                     run.drop(name, failure)

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpt import SIZES, Gpt, batch
+from benchmarks.gpt import ALPHABET, SIZES, Gpt, Size, batch
 from benchmarks.training_contenders import CONTENDERS, Step
 
 PR_SET_PDEATHSIG = 1
@@ -73,6 +73,7 @@ class Rank:
         importlib.import_module(self.contender.package)
         if self.contender.connected:
             dist.init_process_group("gloo")
+        _warm_up()
 
     def build(self, command: Build) -> int:
         torch.manual_seed(0)  # the same weights on every rank of every contender
@@ -90,6 +91,14 @@ class Rank:
             times.append(time.perf_counter())
         seconds = [after - before for before, after in pairwise(times)]
         return Trained(seconds, [loss.item() for loss in losses])
+
+
+def _warm_up() -> None:
+    """A step of a tiny model: torch loads much at the first one, which is not the contenders' memory."""
+    model = Gpt(Size(layers=1, width=8, heads=1, vocabulary=ALPHABET))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.loss(*batch((0,), 0, 1, 8)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
 
 
 def obey(pipe: Connection) -> None:

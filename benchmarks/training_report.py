@@ -57,7 +57,6 @@ class Weighed:
     parameters: int = 0
     built: float = 0.0
     peak: float = 0.0
-    from_distribute: float = 0.0
     failure: str | None = None
 
 
@@ -127,14 +126,12 @@ def memory_report(ranks: int, size: str, weighed: Mapping[str, Weighed]) -> list
         "contender",
         "when built",
         "peak during steps",
-        "peak, from distribute",
     )
     for name, one in weighed.items():
         if one.failure:
             table.add_row(CONTENDERS[name].title, _few_words(one.failure))
             continue
-        from_distribute = f"{one.from_distribute:.1f}" if name.startswith("sherd") else ""
-        table.add_row(CONTENDERS[name].title, f"{one.built:.1f}", f"{one.peak:.1f}", from_distribute)
+        table.add_row(CONTENDERS[name].title, f"{one.built:.1f}", f"{one.peak:.1f}")
     if size != MEMORY_TARGETS_FOR or ranks not in MEMORY_TARGETS:
         return [table]
     return [table, _memory_targets(ranks, weighed)]
@@ -142,15 +139,14 @@ def memory_report(ranks: int, size: str, weighed: Mapping[str, Weighed]) -> list
 
 def _memory_targets(ranks: int, weighed: Mapping[str, Weighed]) -> Table:
     most = MEMORY_TARGETS[ranks]
-    table = _table(f"targets: bytes per parameter at {ranks} ranks", "contender", "counted", "target", "measured", "")
+    table = _table(f"targets: bytes per parameter at {ranks} ranks", "contender", "target", "measured", "")
     for name in MEMORY_TARGETS_OF:
         one = weighed.get(name, Weighed(failure="not measured"))
-        for counted, value in (("from distribute", one.from_distribute), ("peak during steps", one.peak)):
-            row = (CONTENDERS[name].title, counted, f"<= {most:g}")
-            if one.failure:
-                table.add_row(*row, "", "not measured")
-            else:
-                table.add_row(*row, f"{value:.1f}", "met" if value <= most else "missed")
+        row = (CONTENDERS[name].title, f"<= {most:g}")
+        if one.failure:
+            table.add_row(*row, "", "not measured")
+        else:
+            table.add_row(*row, f"{one.peak:.1f}", "met" if one.peak <= most else "missed")
     return table
 
 
