@@ -252,6 +252,22 @@ def counted(transport):
         return {name: count.payload for name, count in c.counters.by_operation.items()}
 
 
+def many_under_way(transport):
+    with comm.connect(CommOptions(transport=transport)) as ranks:
+        sizes = [(7, 40_000, 300_000)[index % 3] for index in range(200)]
+        tensors = [tensor_of(ranks.rank, (size,), torch.float32, seed=index) for index, size in enumerate(sizes)]
+        for handle in [ranks.broadcast(tensor, root=1) for tensor in tensors]:
+            handle.wait()
+        for index, tensor in enumerate(tensors):
+            assert torch.equal(tensor, tensor_of(1, tensor.shape, torch.float32, seed=index)), index
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_more_operations_may_be_under_way_than_there_are_headers(ranks, transport):
+    ranks(2).run(many_under_way, transport)
+    ranks(3).run(many_under_way, transport)
+
+
 def reduce_with_own(transport, numel, dtype, codec):
     with comm.connect(CommOptions(transport=transport)) as ranks:
         rank, world = ranks.rank, ranks.world

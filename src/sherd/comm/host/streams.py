@@ -150,7 +150,7 @@ class Streams:
     def _announce(self, o: SteppedOperation, lent: Place, staging: Staging) -> Steps:
         """Write the header of an operation; its first contribution follows."""
         if not self._headers.is_free(o.number):
-            yield self._done_by_peers, progress(o.number - HEADERS + 1)
+            yield self._headers.done_by_all, progress(o.number - HEADERS + 1)
         self._board.write_header(o.number, o.call, o.site, lent, staging.written)
 
     def _gather(
