@@ -15,7 +15,7 @@ from sherd.api.training import Training
 from sherd.api.updaters import check_optimizer, check_parameters, updater_for
 from sherd.comm import Communicator, connect
 from sherd.config import CommOptions, StepOptions
-from sherd.engine.choices import AccumulateAt, Choices
+from sherd.engine.choices import AccumulateAt, Choices, Gradients
 from sherd.engine.engine import Engine
 from sherd.engine.inventory import Inventory
 from sherd.errors import ConfigError, Diverged, nearest
@@ -76,7 +76,7 @@ def distribute(
     ranks = comm if isinstance(comm, Communicator) else connect(comm)
     _compare(ranks, (chosen, options))
     inventory.compare(ranks)
-    choices = _choices(chosen, ranks, options)
+    choices = _choices(chosen.choose(ranks, inventory.device), options)
     if optimizer is not None:
         check_optimizer(optimizer, choices, chosen)
     engine = Engine(ranks, inventory, choices, options)
@@ -109,11 +109,14 @@ def _checked(model: Any, optimizer: Any) -> Inventory:
     return inventory
 
 
-def _choices(strategy: Strategy, comm: Communicator, options: StepOptions) -> Choices:
-    choices = strategy.choose(comm)
-    if options.accumulate_at is None:
-        return choices
-    return dataclasses.replace(choices, accumulate_at=AccumulateAt(options.accumulate_at))
+def _choices(choices: Choices, options: StepOptions) -> Choices:
+    """What the strategy chose, with what the user said about accumulation."""
+    if options.accumulate_at is not None:
+        choices = dataclasses.replace(choices, accumulate_at=AccumulateAt(options.accumulate_at))
+    if choices.accumulate_at is AccumulateAt.RANK and choices.gradients is Gradients.SLICES:
+        # A rank that adds up its own gradient needs room for all of it.
+        choices = dataclasses.replace(choices, gradients=Gradients.WHOLE)
+    return choices
 
 
 def _compare(comm: Communicator, mine: tuple[Strategy, StepOptions]) -> None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from sherd.api.updaters import WholeUpdater, check_parameters
 from sherd.engine.engine import Engine
 from sherd.engine.optimizer_shard import OptimizerShard
-from sherd.errors import ConfigError
+from sherd.errors import ConfigError, SherdError
 from sherd.strategies import Strategy
 
 Closure = Callable[[], Any]
@@ -58,7 +58,11 @@ class Training:
 
         def evaluate() -> Any:
             loss = closure()
-            self.engine.prepare_step()
+            if not self.engine.prepare_step():
+                raise SherdError(
+                    f"rank {self.engine.comm.rank}: the gradient is not finite, and {type(optimizer).__name__} cannot "
+                    f"skip a step that it is in the middle of"
+                )
             return loss
 
         with self.engine.updating():

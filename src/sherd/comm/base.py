@@ -82,8 +82,9 @@ class Communicator(ABC):
         """
         form = self._form("reduce_scatter", input, output, dtype, codec, op)
         result, flat = _output(input, output, form)
-        if own is not None and own.dtype != input.dtype:
-            raise ConfigError(f"rank {self.rank}: own is of {own.dtype}, input of {input.dtype}; give them one dtype")
+        if own is not None and (own.dtype, own.numel() * self.world) != (input.dtype, input.numel()):
+            expected = f"{input.numel() // self.world} elements of {input.dtype}"
+            raise ConfigError(f"rank {self.rank}: own has {own.numel()} elements of {own.dtype}, expected {expected}")
         mine = None if own is None else _flat(own)
         return self._finish(self._reduce_scatter(form.call, _flat(input), flat, op, codec, mine), result, flat)
 

@@ -40,6 +40,11 @@ def listen(listener: Listener) -> None:
     _listeners.append(weakref.ref(listener))
 
 
+def under_way() -> bool:
+    """Whether a backward that listeners were told of is running."""
+    return _depth > 0
+
+
 def _alive() -> Iterator[Listener]:
     for reference in list(_listeners):
         listener = reference()

@@ -15,6 +15,9 @@ from torch import Tensor
 from sherd.engine.gradients import RingGradients
 from sherd.engine.layout import ShardLayout
 
+MAX_WAITING = 8
+"""How many complete buckets may wait for their turn."""
+
 
 class Collector:
     """Takes gradients as they arrive and launches buckets in order."""
@@ -26,7 +29,7 @@ class Collector:
         self.order: Sequence[int] = range(len(layout.buckets))
         """The order in which buckets are launched, the same on all ranks."""
         self.used = [False] * len(layout.entries)
-        """Which entries have arrived on this rank since the sums were forgotten."""
+        """Which entries have arrived on this rank since ranks last agreed on it."""
         self.start()
 
     def start(self) -> None:
@@ -35,6 +38,7 @@ class Collector:
         self._missing = [len(bucket.members) for bucket in self._layout.buckets]
         self._late: dict[int, Tensor] = {}
         self._launched = 0
+        self._launched_complete = 0
         self._is_launched = [False] * len(self._layout.buckets)
         self.completed: list[int] = []
         self.arrivals: list[int] = []
@@ -58,6 +62,10 @@ class Collector:
             self.completed.append(bucket)
             if op is not None:
                 self._launch_in_turn(op)
+                # One that does not come must not hold all others in memory: should it come after all, it is late.
+                while len(self.completed) - self._launched_complete > MAX_WAITING:
+                    self._launch_next(op)
+                    self._launch_in_turn(op)
 
     def flush(self, op: str) -> None:
         """Launch the buckets that were not complete."""
@@ -84,7 +92,7 @@ class Collector:
         return self._launched
 
     def forget(self) -> None:
-        """The sums are gone."""
+        """Ranks have agreed on what was used, or it does not matter any more."""
         self.used = [False] * len(self.used)
 
     def _launch_in_turn(self, op: str) -> None:
@@ -94,5 +102,6 @@ class Collector:
     def _launch_next(self, op: str) -> None:
         bucket = self.order[self._launched]
         self._launched += 1
+        self._launched_complete += not self._missing[bucket]
         self._is_launched[bucket] = True
         self._gradients.launch(bucket, op)

@@ -36,6 +36,8 @@ class Editing:
     def lend(self, parameters: Iterable[nn.Parameter | None]) -> None:
         """Give this rank copies of its own. A parameter can be lent twice: tied ones are."""
         indices = self._known(parameters)
+        if not self._lent:
+            self._guard.check()
         self._store.lend([index for index in indices if not self._lent[index]])
         self._lent.update(indices)
 
@@ -50,7 +52,6 @@ class Editing:
         """Lend all parameters of `module`, compare the ranks' edits and write them back."""
         parameters = list(module.parameters())
         indices = self._known(parameters)
-        self._guard.check()
         self.lend(parameters)
         try:
             yield

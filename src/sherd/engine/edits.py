@@ -25,6 +25,7 @@ class EditGuard:
         self._store = store
         self._names = (*inventory.names, *inventory.frozen_names)
         self._parameters = (*inventory.trainable, *inventory.frozen)
+        self._trainable = len(inventory.trainable)
         self._places = _places(inventory.model)
         self.checksums = checksums
         self.accept()
@@ -45,6 +46,13 @@ class EditGuard:
                     "was replaced by another object",
                     "write into it inside `with sherd.full_parameters(model):`, or load_state_dict without assign=True",
                 )
+        for index in range(self._trainable, len(self._parameters)):
+            if self._parameters[index].requires_grad:
+                self._refuse(
+                    self._names[index],
+                    "was frozen when the model was distributed and is not any more",
+                    "unfreeze it before sherd.distribute",
+                )
         for index, parameter in enumerate(self._parameters):
             moved = parameter.data_ptr() != self._addresses[index] and self._store.owns_memory
             if moved or parameter.dtype != self._dtypes[index]:
@@ -63,7 +71,7 @@ class EditGuard:
         self._refuse(
             self._names[index],
             "was edited outside full_parameters; it is shared by the ranks of this host, so each rank's edit adds up",
-            "edit it inside `with sherd.full_parameters(model):`",
+            "edit it inside `with sherd.full_parameters(model):`, and pass its optimizer to sherd.distribute",
         )
 
     def _refuse(self, name: str, what: str, fix: str) -> None:

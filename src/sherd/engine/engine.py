@@ -46,8 +46,8 @@ class Engine:
         layout = inventory.layout(comm.world, comm.tree.group, options.bucket_bytes)
         self.store = _STORES[choices.parameters](comm, layout, inventory.trainable, inventory.frozen)
         self.store.from_leader(inventory.buffers)
-        self.rounds = Rounds(comm, inventory, layout, choices, options)
         self._guard = EditGuard(inventory, self.store, comm.rank, checksums=options.check == "edits")
+        self.rounds = Rounds(comm, inventory, layout, choices, options, check=self._guard.check)
         self.editing = Editing(comm, inventory, self.store, self._guard)
 
     @property
@@ -67,6 +67,8 @@ class Engine:
 
     def prepare_step(self) -> bool:
         """Whether this `step()` is a real one and its gradient is fit for it. Collective if it is real."""
+        if self.editing.under_way:
+            raise SherdError(f"rank {self.comm.rank}: step() inside full_parameters; leave it first")
         if not self.rounds.window.advance():
             return False
         self.rounds.settle()
@@ -80,8 +82,6 @@ class Engine:
     @contextmanager
     def updating(self) -> Iterator[list[bool]]:
         """Parameters may be updated by their owners inside; gives which of them have a gradient."""
-        if self.editing.under_way:
-            raise SherdError(f"rank {self.comm.rank}: step() inside full_parameters; leave it first")
         self._guard.check()
         with labelled(f"step {self.steps}"):
             self.store.acquire()

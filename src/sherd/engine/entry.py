@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+from torch import Tensor
+
 from sherd.engine.placement import Placement, Split
 from sherd.errors import ConfigError, nearest
 
@@ -17,6 +20,17 @@ ITEMSIZE = {
     "complex128": 16,
 }
 """Bytes per element, by torch's name of the dtype without `torch.`."""
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype of a name that entries use."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """The name that entries use for the dtype of `tensor`."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from sherd.comm import Communicator, labelled
 from sherd.engine.gradients import RingGradients, WholeGradients
-from sherd.engine.parameter import adopt, raw_grad, release, set_raw_grad
+from sherd.engine.parameter import adopt, raw_grad, set_raw_grad
+from sherd.errors import SherdError
 
 
 class GradAccess(ABC):
@@ -28,8 +29,8 @@ class GradAccess(ABC):
         self._names = names
 
     @abstractmethod
-    def hide(self) -> None:
-        """A round begins: autograd must find no gradient to add to."""
+    def hide(self) -> list[int]:
+        """A round begins: autograd must find no gradient to add to. Gives the buckets that changed, as `collect`."""
 
     @abstractmethod
     def show(self) -> None:
@@ -44,12 +45,17 @@ class GradAccess(ABC):
         return []
 
     @abstractmethod
-    def read(self, entry: int) -> Tensor | None:
-        """The whole gradient of one parameter."""
-
-    @abstractmethod
     def forget(self) -> None:
         """There is no gradient any more."""
+
+    def _refuse_local(self, bucket: int) -> None:
+        """Refuse to write a gradient where some have not been exchanged yet: they lie in the same memory."""
+        if self._gradients.local(bucket):
+            names = [self._names[member] for member in self._gradients.layout.buckets[bucket].members]
+            raise SherdError(
+                f"p.grad was set while gradients of backwards in sherd.no_sync were not exchanged yet (one of {names})"
+                f"; set it after the backward outside no_sync"
+            )
 
 
 class NativeGrads(GradAccess):
@@ -62,11 +68,12 @@ class NativeGrads(GradAccess):
         self._versions: dict[str, int] = {}
         self._shown = False
 
-    def hide(self) -> None:
-        self.collect()
+    def hide(self) -> list[int]:
+        shown, changed = self._shown, self.collect()
         self._shown = False
         for parameter in self._parameters:
             set_raw_grad(parameter, None)
+        return changed if shown else []
 
     def show(self) -> None:
         for entry, parameter in enumerate(self._parameters):
@@ -93,15 +100,15 @@ class NativeGrads(GradAccess):
             changed.add(bucket)
         if self._versions != self._now():
             changed.update(range(len(layout.buckets)))
+        for bucket in changed:
+            if not any(self.used[member] for member in layout.buckets[bucket].members):
+                self._gradients.summed[bucket] = False  # model.zero_grad(): the next gradient is the first again
         self._note()
         return sorted(changed)
 
     def suspects(self) -> list[int]:
         # `p.grad.data.mul_(2)` writes into the sum and leaves no version to go by.
         return [bucket for bucket, summed in enumerate(self._gradients.summed) if summed]
-
-    def read(self, entry: int) -> Tensor | None:
-        return raw_grad(self._parameters[entry])
 
     def forget(self) -> None:
         for parameter in self._parameters:
@@ -110,6 +117,7 @@ class NativeGrads(GradAccess):
         self._note()
 
     def _make_room(self, bucket: int) -> None:
+        self._refuse_local(bucket)
         if not self._gradients.summed[bucket]:
             self._gradients.sums[bucket].zero_()
             self._gradients.summed[bucket] = True
@@ -140,13 +148,8 @@ class GatheredGrads(GradAccess):
         for entry, parameter in enumerate(parameters):
             adopt(parameter, self, entry)
 
-    def release(self) -> None:
-        for parameter in self._parameters:
-            release(parameter)
-
-    def hide(self) -> None:
-        self.collect()
-        self._gathered.clear()
+    def hide(self) -> list[int]:
+        return self.collect()
 
     def show(self) -> None:
         pass  # they are gathered when they are read
@@ -157,23 +160,27 @@ class GatheredGrads(GradAccess):
 
     def read_grad(self, entry: int) -> Tensor | None:
         """What `p.grad` gives."""
-        return self.read(entry)
-
-    def write_grad(self, entry: int, gradient: Tensor | None) -> None:
-        """What `p.grad = gradient` does: all ranks must do it."""
-        set_raw_grad(self._parameters[entry], None)
-        if gradient is None:
-            self._discard(entry)
-            return
-        with labelled(f"p.grad = ... of {self._names[entry]!r}"):
-            self._view(self._gather(self._home(entry)), entry).copy_(gradient)
-        self.used[entry] = True
-
-    def read(self, entry: int) -> Tensor | None:
         if not self.has_grad(entry):
             return None
         with labelled(f"reading the gradient of {self._names[entry]!r}"):
             return self._view(self._gather(self._home(entry)), entry)
+
+    def write_grad(self, entry: int, gradient: Tensor | None) -> None:
+        """What `p.grad = gradient` does: all ranks must do it."""
+        set_raw_grad(self._parameters[entry], None)
+        if not self._ready():
+            if gradient is None:
+                return  # as zero_grad() does nothing inside a window
+            raise SherdError(
+                f"p.grad of {self._names[entry]!r} was set inside an accumulation window; do it after its last backward"
+            )
+        if gradient is None:
+            self._discard(entry)
+            return
+        self._refuse_local(self._home(entry))
+        with labelled(f"p.grad = ... of {self._names[entry]!r}"):
+            self._view(self._gather(self._home(entry)), entry).copy_(gradient)
+        self.used[entry] = True
 
     def collect(self) -> list[int]:
         changed, self._discarded = self._discarded, set()

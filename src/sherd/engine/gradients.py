@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sherd.comm import Communicator, Handle
-from sherd.engine.entry import ITEMSIZE
+from sherd.engine.entry import ITEMSIZE, dtype_of
 from sherd.engine.layout import ShardLayout
 from sherd.engine.pieces import PADDING, Piece, cut_by_slice, cut_whole
 from sherd.engine.placement import BLOCK, padded
@@ -46,9 +46,6 @@ class RingGradients:
 
     `on_sum(b)` is called whenever a reduction into bucket b is complete, while the sum is in the cache.
     """
-
-    keeps_local = False
-    """Whether contributions can be added up here without being reduced."""
 
     def __init__(
         self,
@@ -79,10 +76,12 @@ class RingGradients:
     def take(self, entry: int, gradient: Tensor, factor: float) -> None:
         """Keep a contribution until its bucket is launched."""
         gradient = gradient.reshape(-1)
-        if factor != 1.0:
-            gradient = gradient * factor
         held = self._held.get(entry)
-        self._held[entry] = gradient if held is None else held + gradient
+        if held is not None:
+            gradient = torch.add(held, gradient, alpha=factor)  # the bits of WholeGradients: rounded once
+        elif factor != 1.0:
+            gradient = gradient * factor
+        self._held[entry] = gradient
 
     def launch(self, bucket: int, op: str) -> None:
         """Start to reduce what was taken of a bucket; what was not counts as zero."""
@@ -190,8 +189,6 @@ class WholeGradients(RingGradients):
     What comes after a bucket was reduced goes through the ring and is added.
     """
 
-    keeps_local = True
-
     def __init__(
         self,
         comm: Communicator,
@@ -242,7 +239,7 @@ class WholeGradients(RingGradients):
     def _memory_for(self, comm: Communicator, layout: ShardLayout) -> dict[str, Tensor]:
         # Where peers can read it in place, if there is such memory.
         sizes = _numel(layout, self._room)
-        if not comm.shares_memory:
+        if not (comm.shares_memory and self._device.type == "cpu"):
             return self._zeros(sizes)
         return {d: comm.shared_buffers(size, dtype=dtype_of(d))[comm.rank] for d, size in sizes.items()}
 
@@ -290,12 +287,6 @@ class ReplicatedGradients(WholeGradients):
     def _reduce_in_place(self, bucket: int, op: str) -> Handle:
         whole = self._buckets[bucket]
         return self._comm.all_reduce(whole, whole, op=op)
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype that an entry names."""
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def _numel(layout: ShardLayout, size: Callable[[Bucket], int]) -> dict[str, int]:

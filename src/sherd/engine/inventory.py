@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sherd.comm import Communicator
-from sherd.engine.entry import ITEMSIZE, Entry
+from sherd.engine.entry import ITEMSIZE, Entry, dtype_name
 from sherd.engine.layout import ShardLayout
 from sherd.engine.placement import padded
 from sherd.errors import ConfigError, Diverged
@@ -61,7 +61,7 @@ class Inventory:
         return next((p.device for p in (*self.trainable, *self.frozen)), torch.device("cpu"))
 
     def entries(self) -> list[Entry]:
-        return [Entry(n, tuple(p.shape), _dtype(p)) for n, p in zip(self.names, self.trainable, strict=True)]
+        return [Entry(n, tuple(p.shape), dtype_name(p)) for n, p in zip(self.names, self.trainable, strict=True)]
 
     def layout(
         self, world: int, group: int, bucket_bytes: int | None, order: Sequence[int] | None = None
@@ -74,7 +74,7 @@ class Inventory:
 
     def bucket_numel(self, bucket_bytes: int | None) -> int:
         """Elements of a bucket: what was asked for, or a share of the model, so that a small one wastes nothing."""
-        largest = max((ITEMSIZE[_dtype(p)] for p in self.trainable), default=4)
+        largest = max((ITEMSIZE[dtype_name(p)] for p in self.trainable), default=4)
         if bucket_bytes is None:
             total = sum(padded(p.numel()) * p.element_size() for p in self.trainable)
             bucket_bytes = min(max(total // BUCKETS, SMALLEST_BUCKET_BYTES), LARGEST_BUCKET_BYTES)
@@ -83,8 +83,8 @@ class Inventory:
     def compare(self, comm: Communicator) -> None:
         """Refuse models that differ between ranks, before anything is shared. Collective."""
         mine: list[tuple[object, ...]] = []
-        mine += [(n, tuple(p.shape), _dtype(p), p.requires_grad) for n, p in self.model.named_parameters()]
-        mine += [(n, tuple(b.shape), str(b.dtype).removeprefix("torch."), None) for n, b in self.model.named_buffers()]
+        mine += [(n, tuple(p.shape), dtype_name(p), p.requires_grad) for n, p in self.model.named_parameters()]
+        mine += [(n, tuple(b.shape), dtype_name(b), None) for n, b in self.model.named_buffers()]
         with comm.counters.agreeing():
             everybody = comm.all_gather_object(mine)
         for rank, theirs in enumerate(everybody):
@@ -99,7 +99,7 @@ def _check(name: str, parameter: nn.Parameter) -> None:
         raise ConfigError(f"parameter {name!r} is on the meta device; give it values: model.to_empty(device='cpu')")
     if "_sherd" in parameter.__dict__:
         raise ConfigError(f"parameter {name!r} is distributed already; call sherd.distribute once per model")
-    if _dtype(parameter) not in ITEMSIZE:
+    if dtype_name(parameter) not in ITEMSIZE:
         raise ConfigError(f"parameter {name!r} is of {parameter.dtype}, which cannot be distributed")
 
 
@@ -116,7 +116,3 @@ def _difference(first: list[tuple[object, ...]], theirs: list[tuple[object, ...]
 def _words(item: tuple[object, ...]) -> str:
     name, shape, dtype, trainable = item
     return f"{name!r} {dtype}{list(shape)}{' frozen' if trainable is False else ''}"  # type: ignore[call-overload]
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -48,7 +48,7 @@ class ShardedParameter(nn.Parameter):
         source, entry = self.__dict__["_sherd"]
         owner: GradientSource | None = source()
         if owner is None:
-            return None
+            return raw_grad(self)  # the model is gone, and this parameter lives on by itself
         caller = sys._getframe(1)
         if caller.f_code is _MODULE_ZERO_GRAD and caller.f_locals["set_to_none"]:
             return _ANY if owner.has_grad(entry) else None  # it only asks whether there is one, then drops it
@@ -58,7 +58,9 @@ class ShardedParameter(nn.Parameter):
     def grad(self, gradient: Tensor | None) -> None:
         source, entry = self.__dict__["_sherd"]
         owner = source()
-        if owner is not None:
+        if owner is None:
+            set_raw_grad(self, gradient)
+        else:
             owner.write_grad(entry, gradient)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -76,9 +78,3 @@ def adopt(parameter: nn.Parameter, source: GradientSource, entry: int) -> None:
     """Make `source` the one that knows the gradient of `parameter`."""
     parameter.__class__ = ShardedParameter
     parameter.__dict__["_sherd"] = (weakref.ref(source), entry)
-
-
-def release(parameter: nn.Parameter) -> None:
-    """Make it a plain parameter again."""
-    parameter.__class__ = nn.Parameter
-    parameter.__dict__.pop("_sherd", None)

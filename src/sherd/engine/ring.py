@@ -48,6 +48,6 @@ class Ring:
         self._next = (self._next + 1) % SLOTS
 
     def _allocate(self) -> Tensor:
-        if self._comm.shares_memory:
+        if self._comm.shares_memory and self._device.type == "cpu":
             return self._comm.shared_buffers(self._nbytes, dtype=torch.uint8)[self._comm.rank]
         return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)

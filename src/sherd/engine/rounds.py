@@ -7,6 +7,7 @@ the contributions weighed together.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,9 @@ from sherd.engine.layout import ShardLayout
 from sherd.engine.norms import BlockNorms
 from sherd.engine.parameter import raw_grad, set_raw_grad
 from sherd.engine.window import Weights, Window
-from sherd.errors import SherdError
+from sherd.errors import ConfigError, SherdError
+
+log = logging.getLogger("sherd")
 
 _KINDS: dict[Gradients, type[RingGradients]] = {
     Gradients.REPLICAS: ReplicatedGradients,
@@ -36,10 +39,16 @@ _KINDS: dict[Gradients, type[RingGradients]] = {
 
 
 class Rounds:
-    """The gradients of one model on one rank."""
+    """The gradients of one model on one rank. `check` is called before each round that concerns it."""
 
     def __init__(
-        self, comm: Communicator, inventory: Inventory, layout: ShardLayout, choices: Choices, options: StepOptions
+        self,
+        comm: Communicator,
+        inventory: Inventory,
+        layout: ShardLayout,
+        choices: Choices,
+        options: StepOptions,
+        check: Callable[[], None],
     ) -> None:
         self.window = Window(options.accumulate)
         self.number = 0
@@ -56,6 +65,8 @@ class Rounds:
         self._learned = False
         self._arrivals: list[int] = []
         self._broken: BaseException | None = None
+        self._check = check
+        self._sparse: set[int] = set()
         self._build(layout)
         for entry, parameter in enumerate(inventory.trainable):
             parameter.register_post_accumulate_grad_hook(self._hook(entry))  # type: ignore[no-untyped-call]
@@ -66,12 +77,10 @@ class Rounds:
         comm, trainable, names = self._comm, self._inventory.trainable, self._inventory.names
         self.layout = layout
         self._norms = BlockNorms(layout)
+        self._edited: set[int] = set()  # buckets changed through p.grad whose norms the ranks did not compare since
         self._stale: set[int] = set()  # buckets whose norms were not taken since they changed
-        kind = self._choices.gradients
-        if kind is Gradients.SLICES and self._keeps_local:
-            kind = Gradients.WHOLE
         numel = self._inventory.bucket_numel(self._options.bucket_bytes)
-        self.gradients = _KINDS[kind](
+        self.gradients = _KINDS[self._choices.gradients](
             comm, layout, slot_numel=numel, on_sum=self._measure, device=self._inventory.device, memory=memory
         )
         self._collector = Collector(layout, self.gradients)
@@ -88,12 +97,12 @@ class Rounds:
     @property
     def complete(self) -> bool:
         """Whether the gradient may be seen: inside a window there is none yet, as there is no step yet."""
-        return self.window.last
+        return self.window.complete
 
     # ---------------------------------------------------------------- a round
 
     def begin_round(self) -> None:
-        self.access.hide()
+        self._edited.update(self.access.hide())
         if not self.window.open and not any(self.access.used) and not any(self._collector.used):
             self._weights.forget()  # somebody dropped it all: model.zero_grad()
             self._norms.forget()
@@ -105,24 +114,50 @@ class Rounds:
             gradient, owner = raw_grad(parameter), rounds()
             if gradient is not None and owner is not None:
                 set_raw_grad(parameter, None)
-                owner.arrive(entry, gradient.detach())
+                owner.arrive(entry, gradient)
 
         return take
 
     def arrive(self, entry: int, gradient: Tensor) -> None:
         """Take a gradient that autograd made."""
         if not self._touched:
-            if self._broken is not None:  # here: other models of this process may go on
-                raise SherdError(
-                    f"rank {self._comm.rank}: an earlier backward failed ({self._broken}) after gradients had been "
-                    f"exchanged, so the ranks no longer have the same; start again from a checkpoint"
-                )
-            self._touched = True
+            self._check_round()
+            self._scale_back()
             self._factor = self._weights.enter()
+            self._touched = True
+            self.window.begin()
             self._collector.start()
+        if gradient.requires_grad:
+            raise SherdError(
+                f"rank {self._comm.rank}: backward(create_graph=True) on a distributed model would lose the graph of "
+                f"its gradients; take the inner gradient with torch.autograd.grad(..., create_graph=True)"
+            )
+        if gradient.layout is not torch.strided:
+            self._warn_sparse(entry)
+            gradient = gradient.to_dense()
         if self._factor == 0.0:
             gradient = torch.zeros_like(gradient)  # zero times NaN is NaN, and the loss of no tokens may well be NaN
         self._collector.arrive(entry, gradient, self._factor, self._weights.op if self._reduces else None)
+
+    def _check_round(self) -> None:
+        """Refuse a round that cannot be right."""
+        if self._broken is not None:  # here: other models of this process may go on
+            raise SherdError(
+                f"rank {self._comm.rank}: an earlier backward failed ({self._broken}) after gradients had been "
+                f"exchanged, so the ranks no longer have the same; start again from a checkpoint"
+            )
+        if not backward.under_way():
+            raise SherdError(
+                f"rank {self._comm.rank}: this backward was not started by loss.backward() or torch.autograd.backward, "
+                f"so its end would go unnoticed; call one of these"
+            )
+        self._check()
+
+    def _warn_sparse(self, entry: int) -> None:
+        if entry not in self._sparse:
+            self._sparse.add(entry)
+            name = self._inventory.names[entry]
+            log.warning("the gradient of %r is sparse; it is reduced as a dense one, which takes more memory", name)
 
     @property
     def _reduces(self) -> bool:
@@ -134,16 +169,20 @@ class Rounds:
             self._touched = False
             if self._reduces:
                 self._reduce_rest()
+            if self.complete and not self._holding:
+                self._divide()
         self._show()
 
     def abandon_round(self, error: BaseException) -> None:
         if self._touched:
             self._touched = False
             self._broken = error if self._collector.launched else None
+        self._show()
 
     def _reduce_rest(self) -> None:
         """Reduce what was not reduced during the backward, and agree with the other ranks on what there is."""
         op = self._weights.op
+        self._scale_back()  # on a rank without a gradient in this round too
         with labelled(f"the end of a backward of step {self.number}"):
             self._collector.flush(op)
             self.gradients.settle()
@@ -154,6 +193,8 @@ class Rounds:
                 self._agree([False] * len(late))
             if not self._learned:
                 self._learn()
+                if any(late):
+                    self._arrivals = []  # what is late depends on the packing: every strategy keeps its first one
 
     def _agree(self, late: Sequence[bool]) -> list[bool]:
         """Sum up over the ranks: who found what is not finite, what they weighed, what is late, what was used."""
@@ -192,6 +233,7 @@ class Rounds:
     def _measure(self, bucket: int) -> None:
         self._norms.measure(bucket, self.gradients.slices[bucket])
         self._stale.discard(bucket)
+        self._edited.discard(bucket)
 
     def _show(self) -> None:
         if self.complete:
@@ -201,17 +243,22 @@ class Rounds:
 
     def settle(self) -> None:
         """Make the gradient whole: nothing is local any more, nothing under way, and weights are divided out."""
+        changed = self._edited.union(self.access.collect())
         if any(self.gradients.local(bucket) for bucket in range(len(self.layout.buckets))):
             self._collector.start()
             self._reduce_rest()
-            self._show()
-        changed = self.access.collect()
+        self._show()
         if changed:
-            for bucket in changed:
+            for bucket in sorted(changed):
                 self._measure(bucket)
             with self._comm.counters.agreeing(), labelled("what was done to p.grad"):
                 bad = torch.tensor([float(not self._norms.finite())], dtype=torch.float64)
                 self.finite = self._comm.all_reduce(bad).wait().item() == 0
+        if self._weights.pointless:
+            raise ConfigError("every weight of this step was 0, so its gradient has no mean; skip the step")
+        self._divide()
+
+    def _divide(self) -> None:
         divisor = self._weights.divisor()
         if divisor != 1.0:
             self._scale(1.0 / divisor)
@@ -237,6 +284,11 @@ class Rounds:
                 self.gradients.sums[bucket].mul_(factor)
                 self._stale.add(bucket)
 
+    def _scale_back(self) -> None:
+        divided = self._weights.undivide()
+        if divided != 1.0:
+            self._scale(divided)
+
     def weigh(self, weight: float) -> None:
         """Give the next backward a weight."""
         self._weights.set(weight)
@@ -257,19 +309,19 @@ class Rounds:
         """
         if self.window.open:
             return
-        used = self.access.used
         self._weights.forget()
-        self._norms.forget()
-        self._stale.clear()
-        self.finite = True
-        if keep_zeros and any(used):
+        if keep_zeros and (any(self.access.used) or any(self._collector.used)):
             self.settle()
             for bucket, summed in enumerate(self.gradients.summed):
                 if summed:
-                    self.gradients.sums[bucket].zero_()
-            return
-        self.gradients.forget()
-        self._collector.forget()
-        self.access.forget()
-        if self._arrivals:
+                    self.gradients.sums[bucket].zero_()  # zero times NaN is NaN
+        else:
+            self.gradients.forget()
+            self._collector.forget()
+            self.access.forget()
+        self._norms.forget()  # after settle(), which measures what was done to p.grad
+        self._stale.clear()
+        self._edited.clear()
+        self.finite = True
+        if self._arrivals and not any(self.access.used):
             self._repack()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sherd.comm import Communicator
-from sherd.engine.gradients import dtype_of
+from sherd.engine.entry import dtype_name, dtype_of
 from sherd.engine.layout import ShardLayout
 from sherd.engine.placement import padded
 
@@ -119,7 +119,7 @@ class FlatStore(ParameterStore):
         self._flats: dict[str, Tensor] = {}
         frozen: dict[str, int] = {}
         for other in self.others:
-            frozen[_name(other)] = frozen.get(_name(other), 0) + padded(other.numel())
+            frozen[dtype_name(other)] = frozen.get(dtype_name(other), 0) + padded(other.numel())
         for dtype in sorted({bucket.dtype for bucket in layout.buckets} | set(frozen)):
             numel = sum(bucket.numel for bucket in layout.buckets if bucket.dtype == dtype) + frozen.get(dtype, 0)
             self._flats[dtype] = self._allocate(numel, dtype_of(dtype))
@@ -133,8 +133,8 @@ class FlatStore(ParameterStore):
             home = self.buckets[layout.bucket_of(index).index][offset : offset + parameter.numel()]
             self.homes.append(home.view(parameter.shape))
         for other in self.others:
-            home = self._flats[_name(other)][used[_name(other)] :][: other.numel()]
-            used[_name(other)] += padded(other.numel())
+            home = self._flats[dtype_name(other)][used[dtype_name(other)] :][: other.numel()]
+            used[dtype_name(other)] += padded(other.numel())
             self.homes.append(home.view(other.shape))
         self._fill()
         self.take_back(range(len(self.homes)))
@@ -223,7 +223,3 @@ class HostStore(FlatStore):
         if self._comm.rank == 0:
             self._copy_in()
         self._comm.barrier().wait()
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

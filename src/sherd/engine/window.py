@@ -11,6 +11,16 @@ class Window:
     def __init__(self, length: int) -> None:
         self.length = length
         self._steps = 0
+        self._begun = False
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self._begun = True
+
+    @property
+    def complete(self) -> bool:
+        """Whether the gradient of a window is whole: its last backward was made, or nothing of the next one."""
+        return self.last if self._begun else not self.open
 
     @property
     def open(self) -> bool:
@@ -25,6 +35,7 @@ class Window:
     def advance(self) -> bool:
         """Count a `step()`: whether it is the real one."""
         self._steps = (self._steps + 1) % self.length
+        self._begun = False
         return self._steps == 0
 
 
@@ -62,10 +73,6 @@ class Weights:
                 "some backwards of one step were weighed and others not; call sherd.weigh(model, n) before each of them"
             )
         self.weighed = weight is not None
-        if self.divided:
-            raise ConfigError(
-                "a weighed gradient was used (clipped or read) before its last backward; do that after the last one"
-            )
         if weight is not None:
             self.local += weight
             return weight
@@ -87,9 +94,17 @@ class Weights:
 
     def divisor(self) -> float:
         """What the sum has to be divided by, once."""
-        if not self.weighed or self.divided:
+        if not self.weighed or self.divided or self.total == 0:
             return 1.0
-        if self.total == 0:
-            raise ConfigError("every weight of this step was 0, so its gradient has no mean; skip the step")
         self.divided = True
         return self.total
+
+    def undivide(self) -> float:
+        """What a divided sum has to be multiplied with, for more to be added to it."""
+        divided, self.divided = self.divided, False
+        return self.total if divided else 1.0
+
+    @property
+    def pointless(self) -> bool:
+        """Whether there is a weighed gradient that has no mean."""
+        return bool(self.weighed) and self.total == 0

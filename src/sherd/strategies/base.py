@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from sherd.comm import Communicator
 from sherd.config import Options
 from sherd.engine.choices import Choices
@@ -28,7 +30,7 @@ class Strategy(Options, ABC):
         class Example(Strategy):
             every: int = 1
 
-            def choose(self, comm: Communicator) -> Choices: ...
+            def choose(self, comm: Communicator, device: torch.device) -> Choices: ...
     """
 
     name: ClassVar[str]
@@ -40,5 +42,5 @@ class Strategy(Options, ABC):
         return super().__new__(cls, *args, **options)
 
     @abstractmethod
-    def choose(self, comm: Communicator) -> Choices:
-        """What the engine is to do among these ranks."""
+    def choose(self, comm: Communicator, device: torch.device) -> Choices:
+        """What the engine is to do among these ranks, for a model on `device`."""

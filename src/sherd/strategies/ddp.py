@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from sherd.comm import Communicator
 from sherd.engine.choices import AccumulateAt, Choices, Gradients, Parameters
 from sherd.strategies.base import Strategy
@@ -15,5 +17,5 @@ from sherd.strategies.registry import register
 class DDP(Strategy):
     """Parameters, gradients and optimizer state whole on every rank; gradients are summed during backward."""
 
-    def choose(self, comm: Communicator) -> Choices:
+    def choose(self, comm: Communicator, device: torch.device) -> Choices:
         return Choices(Parameters.REPLICAS, Gradients.REPLICAS, AccumulateAt.RANK)

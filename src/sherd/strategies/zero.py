@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from sherd.comm import Communicator
 from sherd.config import refuse
 from sherd.engine.choices import AccumulateAt, Choices, Gradients, Parameters
@@ -34,8 +36,8 @@ class ZeRO(Strategy):
         """What a user writes to get this stage."""
         return f"zero{self.stage}"
 
-    def choose(self, comm: Communicator) -> Choices:
-        shared = self.share_host_memory and comm.shares_memory
+    def choose(self, comm: Communicator, device: torch.device) -> Choices:
+        shared = self.share_host_memory and comm.shares_memory and device.type == "cpu"
         return Choices(
             Parameters.HOST if shared else Parameters.PRIVATE,
             Gradients.WHOLE if self.stage == 1 else Gradients.SLICES,
