@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from sherd.comm import Communicator, labelled
-from sherd.engine.gradients import RingGradients, WholeGradients
+from sherd.engine.gradients import RingGradients
 from sherd.engine.parameter import adopt, raw_grad, set_raw_grad
+from sherd.engine.whole_gradients import WholeGradients
 from sherd.errors import SherdError
 
 

@@ -6,8 +6,7 @@
     slot          a place in the ring, from which a piece of a bucket is reduced
 
 `RingGradients` keeps sums only: contributions are held as autograd made them until their bucket is complete, then
-copied into a slot of a small ring and reduced from there. `WholeGradients` has room for a whole local gradient, in
-which contributions can be added up and from which they are reduced where they lie.
+copied into a slot of a small ring and reduced from there. `whole_gradients` has those with room for a local gradient.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from torch import Tensor
 
 from sherd.comm import Communicator, Handle
 from sherd.engine.entry import ITEMSIZE, dtype_of
+from sherd.engine.flat import carve, numel_by_dtype
 from sherd.engine.layout import ShardLayout
-from sherd.engine.pieces import PADDING, Piece, cut_by_slice, cut_whole
-from sherd.engine.placement import BLOCK, padded
+from sherd.engine.pieces import PADDING, Piece, cut_by_slice
 from sherd.engine.ring import Ring
 from sherd.engine.slicing import Bucket
 
@@ -31,7 +30,7 @@ MAX_UNDER_WAY = 32
 
 
 @dataclass
-class _Reduction:
+class Reduction:
     """A reduction under way. `addend` is added to `target` when it is complete; without one it went there straight."""
 
     bucket: int
@@ -66,7 +65,7 @@ class RingGradients:
         self._on_sum = on_sum
         self._pieces = [self._cut(bucket, slot_numel) for bucket in layout.buckets]
         self._held: dict[int, Tensor] = {}
-        self._under_way: deque[_Reduction] = deque()
+        self._under_way: deque[Reduction] = deque()
         sizes = zip(layout.buckets, self._pieces, strict=True)
         largest = max((piece.numel * ITEMSIZE[bucket.dtype] for bucket, cut in sizes for piece in cut), default=0)
         self._ring = Ring(comm, largest, device)
@@ -92,7 +91,7 @@ class RingGradients:
             target = self.sums[bucket][piece.start : piece.stop]
             handle, addend = self._reduce(slot, own, target, op, first=not self.summed[bucket])
             self._ring.lend(handle)
-            self._start(_Reduction(bucket, handle, target, addend, piece is pieces[-1]))
+            self._start(Reduction(bucket, handle, target, addend, piece is pieces[-1]))
         for member in described.members:
             self._held.pop(member, None)
         self.summed[bucket] = True
@@ -119,14 +118,14 @@ class RingGradients:
 
     def _memory_for(self, comm: Communicator, layout: ShardLayout) -> dict[str, Tensor]:
         """Zeroed room for what is kept, by dtype."""
-        return self._zeros(_numel(layout, lambda bucket: bucket.slice_numel))
+        return self._zeros(numel_by_dtype(layout, lambda bucket: bucket.slice_numel))
 
     def _zeros(self, sizes: dict[str, int]) -> dict[str, Tensor]:
         return {d: torch.zeros(size, dtype=dtype_of(d), device=self._device) for d, size in sizes.items()}
 
     def _allocate(self, comm: Communicator, layout: ShardLayout) -> tuple[list[Tensor], list[Tensor]]:
         """What is kept of each bucket, and this rank's own slice of it."""
-        sums = _carve(self.memory, layout, lambda bucket: bucket.slice_numel)
+        sums = carve(self.memory, layout, lambda bucket: bucket.slice_numel)
         return sums, sums
 
     def _cut(self, bucket: Bucket, slot_numel: int) -> tuple[Piece, ...]:
@@ -163,7 +162,7 @@ class RingGradients:
             return slot.new_zeros(1).expand(stop - start)
         return held if stop - start == held.numel() else held[start:stop]
 
-    def _start(self, reduction: _Reduction) -> None:
+    def _start(self, reduction: Reduction) -> None:
         self._under_way.append(reduction)
         # Sums are used while they are in the cache, and peers need not wait for what this rank can read already.
         while self._under_way and (self._under_way[0].handle.done() or len(self._under_way) > MAX_UNDER_WAY):
@@ -181,128 +180,3 @@ class RingGradients:
             reduction.target.add_(reduction.addend)
         if reduction.last:
             self._on_sum(reduction.bucket)
-
-
-class WholeGradients(RingGradients):
-    """A whole local gradient per rank, reduced where it lies: into the slice that this rank owns.
-
-    What comes after a bucket was reduced goes through the ring and is added.
-    """
-
-    def __init__(
-        self,
-        comm: Communicator,
-        layout: ShardLayout,
-        *,
-        slot_numel: int,
-        on_sum: Callable[[int], None],
-        device: torch.device,
-        memory: dict[str, Tensor] | None = None,
-    ) -> None:
-        super().__init__(comm, layout, slot_numel=slot_numel, on_sum=on_sum, device=device, memory=memory)
-        self._filled = [False] * len(layout.entries)
-        self._homes = [layout.bucket_of(entry).index for entry in range(len(layout.entries))]
-        self.views = [self._view(entry) for entry in range(len(layout.entries))]
-
-    def take(self, entry: int, gradient: Tensor, factor: float) -> None:
-        if self.summed[self._homes[entry]]:
-            super().take(entry, gradient, factor)
-            return
-        view = self.views[entry]
-        if self._filled[entry]:
-            view.add_(gradient, alpha=factor)
-        elif factor != 1.0:
-            torch.mul(gradient, factor, out=view)
-        else:
-            view.copy_(gradient)
-        self._filled[entry] = True
-
-    def launch(self, bucket: int, op: str) -> None:
-        if self.summed[bucket]:
-            super().launch(bucket, op)
-            return
-        for member in self.layout.buckets[bucket].members:
-            if not self._filled[member]:
-                self.views[member].zero_()
-            self._filled[member] = False
-        handle = self._reduce_in_place(bucket, op)
-        self.summed[bucket] = True
-        self._start(_Reduction(bucket, handle, self.sums[bucket], None, last=True))
-
-    def forget(self) -> None:
-        super().forget()
-        self._filled = [False] * len(self._filled)
-
-    def local(self, bucket: int) -> bool:
-        return super().local(bucket) or any(self._filled[member] for member in self.layout.buckets[bucket].members)
-
-    def _memory_for(self, comm: Communicator, layout: ShardLayout) -> dict[str, Tensor]:
-        # Where peers can read it in place, if there is such memory.
-        sizes = _numel(layout, self._room)
-        if not (comm.shares_memory and self._device.type == "cpu"):
-            return self._zeros(sizes)
-        return {d: comm.shared_buffers(size, dtype=dtype_of(d))[comm.rank] for d, size in sizes.items()}
-
-    def _allocate(self, comm: Communicator, layout: ShardLayout) -> tuple[list[Tensor], list[Tensor]]:
-        self._buckets = _carve(self.memory, layout, lambda bucket: bucket.numel)
-        slices = [whole.view(layout.world, -1)[comm.rank] for whole in self._buckets]
-        return slices, slices
-
-    def _room(self, bucket: Bucket) -> int:
-        """Elements to allocate for a bucket."""
-        return bucket.numel
-
-    def _reduce_in_place(self, bucket: int, op: str) -> Handle:
-        return self._comm.reduce_scatter(self._buckets[bucket], self.sums[bucket], op=op)
-
-    def _view(self, entry: int) -> Tensor:
-        bucket, offset = self._homes[entry], self.layout.bucket_offset(entry)
-        described = self.layout.entries[entry]
-        return self._buckets[bucket][offset : offset + described.numel].view(described.shape)
-
-
-class ReplicatedGradients(WholeGradients):
-    """A whole local gradient per rank that becomes the whole sum on every rank."""
-
-    def fits(self, layout: ShardLayout) -> bool:
-        """Whether another packing of the same entries fits into the same memory."""
-        return all(size <= self.memory[dtype].numel() for dtype, size in _numel(layout, lambda b: b.numel).items())
-
-    def _room(self, bucket: Bucket) -> int:
-        # Enough for another packing: its entries, and what cutting a bucket into equal slices can add at most.
-        return sum(padded(entry.numel) for entry in bucket.entries) + bucket.world * BLOCK
-
-    def _allocate(self, comm: Communicator, layout: ShardLayout) -> tuple[list[Tensor], list[Tensor]]:
-        _, slices = super()._allocate(comm, layout)
-        return self._buckets, slices
-
-    def _cut(self, bucket: Bucket, slot_numel: int) -> tuple[Piece, ...]:
-        return cut_whole(bucket, slot_numel)
-
-    def _reduce(
-        self, slot: Tensor, own: Tensor | None, target: Tensor, op: str, first: bool
-    ) -> tuple[Handle, Tensor | None]:
-        return self._comm.all_reduce(slot, slot, op=op), slot
-
-    def _reduce_in_place(self, bucket: int, op: str) -> Handle:
-        whole = self._buckets[bucket]
-        return self._comm.all_reduce(whole, whole, op=op)
-
-
-def _numel(layout: ShardLayout, size: Callable[[Bucket], int]) -> dict[str, int]:
-    """Elements of all buckets, by dtype."""
-    numel: dict[str, int] = {}
-    for bucket in layout.buckets:
-        numel[bucket.dtype] = numel.get(bucket.dtype, 0) + size(bucket)
-    return numel
-
-
-def _carve(memory: dict[str, Tensor], layout: ShardLayout, size: Callable[[Bucket], int]) -> list[Tensor]:
-    """A part of `memory` for each bucket, one behind the other."""
-    used = dict.fromkeys(memory, 0)
-    parts = []
-    for bucket in layout.buckets:
-        start = used[bucket.dtype]
-        used[bucket.dtype] = start + size(bucket)
-        parts.append(memory[bucket.dtype][start : used[bucket.dtype]])
-    return parts

@@ -21,11 +21,12 @@ from sherd.engine import backward
 from sherd.engine.choices import AccumulateAt, Choices, Gradients
 from sherd.engine.collector import Collector
 from sherd.engine.grad_access import GatheredGrads, GradAccess, NativeGrads
-from sherd.engine.gradients import ReplicatedGradients, RingGradients, WholeGradients
+from sherd.engine.gradients import RingGradients
 from sherd.engine.inventory import Inventory
 from sherd.engine.layout import ShardLayout
 from sherd.engine.norms import BlockNorms
 from sherd.engine.parameter import raw_grad, set_raw_grad
+from sherd.engine.whole_gradients import ReplicatedGradients, WholeGradients
 from sherd.engine.window import Weights, Window
 from sherd.errors import ConfigError, SherdError
 

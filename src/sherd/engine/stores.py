@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sherd.comm import Communicator
 from sherd.engine.entry import dtype_name, dtype_of
+from sherd.engine.flat import carve, numel_by_dtype
 from sherd.engine.layout import ShardLayout
 from sherd.engine.placement import padded
 
@@ -116,25 +117,20 @@ class FlatStore(ParameterStore):
 
     def _take_over(self) -> list[Tensor]:
         layout = self._layout
-        self._flats: dict[str, Tensor] = {}
-        frozen: dict[str, int] = {}
+        numel = numel_by_dtype(layout, lambda bucket: bucket.numel)
+        begins = []  # where each frozen parameter lies, behind the buckets
         for other in self.others:
-            frozen[dtype_name(other)] = frozen.get(dtype_name(other), 0) + padded(other.numel())
-        for dtype in sorted({bucket.dtype for bucket in layout.buckets} | set(frozen)):
-            numel = sum(bucket.numel for bucket in layout.buckets if bucket.dtype == dtype) + frozen.get(dtype, 0)
-            self._flats[dtype] = self._allocate(numel, dtype_of(dtype))
-        self.buckets, used = [], dict.fromkeys(self._flats, 0)
-        for bucket in layout.buckets:
-            self.buckets.append(self._flats[bucket.dtype][used[bucket.dtype] :][: bucket.numel])
-            used[bucket.dtype] += bucket.numel
+            begins.append(numel.get(dtype_name(other), 0))
+            numel[dtype_name(other)] = begins[-1] + padded(other.numel())
+        self._flats = {dtype: self._allocate(size, dtype_of(dtype)) for dtype, size in numel.items()}
+        self.buckets = carve(self._flats, layout, lambda bucket: bucket.numel)
         self.homes: list[Tensor] = []
         for index, parameter in enumerate(self.parameters):
             offset = layout.bucket_offset(index)
             home = self.buckets[layout.bucket_of(index).index][offset : offset + parameter.numel()]
             self.homes.append(home.view(parameter.shape))
-        for other in self.others:
-            home = self._flats[dtype_name(other)][used[dtype_name(other)] :][: other.numel()]
-            used[dtype_name(other)] += padded(other.numel())
+        for other, begin in zip(self.others, begins, strict=True):
+            home = self._flats[dtype_name(other)][begin : begin + other.numel()]
             self.homes.append(home.view(other.shape))
         self._fill()
         self.take_back(range(len(self.homes)))
