@@ -255,6 +255,7 @@ def test_signals_are_not_swallowed_while_waiting():
         "import threading, os, signal, time\n"
         "from tests.test_host_parts import segment\n"
         "from sherd.comm.host import futex\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # jobs in the background start without it
         "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         "memory = segment(4096)\n"
         "try:\n"
