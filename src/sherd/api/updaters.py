@@ -12,7 +12,7 @@ from sherd.comm import Communicator
 from sherd.engine.choices import Choices, Parameters
 from sherd.engine.elementwise import why_not_elementwise
 from sherd.engine.engine import Engine
-from sherd.engine.optimizer_shard import OptimizerShard
+from sherd.engine.optimizer_shard import OptimizerShard, step_unhooked
 from sherd.errors import ConfigError
 from sherd.strategies import Strategy
 
@@ -27,10 +27,7 @@ class WholeUpdater:
         """Whether `step` may want the closure more than once, as LBFGS does."""
 
     def step(self, used: Sequence[bool], closure: Any = None) -> Any:
-        step: Any = self._kind.step
-        if getattr(step, "hooked", False):
-            step = step.__wrapped__
-        return step(self._optimizer) if closure is None else step(self._optimizer, closure)
+        return step_unhooked(self._optimizer, self._kind, *(() if closure is None else (closure,)))
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
         return self._kind.state_dict(self._optimizer)

@@ -221,12 +221,12 @@ def inherited(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def step_unhooked(inner: Optimizer) -> None:
-    """`inner.step()` without torch's wrapper, which would run hooks that were registered for all optimizers."""
-    step: Any = type(inner).step
+def step_unhooked(optimizer: Optimizer, kind: type[Optimizer] | None = None, *arguments: Any) -> Any:
+    """`optimizer.step()`, as `kind` has it, without torch's wrapper, which would run hooks."""
+    step: Any = (kind or type(optimizer)).step
     if getattr(step, "hooked", False):  # asked first, since other decorators leave a __wrapped__ too
         step = step.__wrapped__
-    step(inner)
+    return step(optimizer, *arguments)
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,8 +6,6 @@ the ring and is added to its sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -24,20 +22,7 @@ from sherd.engine.slicing import Bucket
 class WholeGradients(RingGradients):
     """A whole local gradient per rank, reduced into the slice that this rank owns."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        layout: ShardLayout,
-        *,
-        slot_numel: int,
-        on_sum: Callable[[int], None],
-        device: torch.device,
-        memory: dict[str, Tensor] | None = None,
-    ) -> None:
-        super().__init__(comm, layout, slot_numel=slot_numel, on_sum=on_sum, device=device, memory=memory)
-        self._filled = [False] * len(layout.entries)
-        self._homes = [layout.bucket_of(entry).index for entry in range(len(layout.entries))]
-        self.views = [self._view(entry) for entry in range(len(layout.entries))]
+    _filled: list[bool]
 
     def take(self, entry: int, gradient: Tensor, factor: float) -> None:
         if self.summed[self._homes[entry]]:
@@ -80,6 +65,9 @@ class WholeGradients(RingGradients):
 
     def _allocate(self, comm: Communicator, layout: ShardLayout) -> tuple[list[Tensor], list[Tensor]]:
         self._buckets = carve(self.memory, layout, lambda bucket: bucket.numel)
+        self._filled = [False] * len(layout.entries)
+        self._homes = [layout.bucket_of(entry).index for entry in range(len(layout.entries))]
+        self.views = [self._view(entry) for entry in range(len(layout.entries))]
         slices = [whole.view(layout.world, -1)[comm.rank] for whole in self._buckets]
         return slices, slices
 
