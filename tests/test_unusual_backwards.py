@@ -19,7 +19,6 @@ from tests.training_helpers import (
     double,
     gradients,
     loss_of,
-    same,
     sgd,
     train,
     weights,
@@ -38,27 +37,6 @@ def mine(c, step=0):
 
 
 # -------------------------------------------------------------------- what is refused
-
-
-def half_frozen():
-    model = double()
-    model[0].weight.requires_grad_(False)
-    return model
-
-
-def unfrozen():
-    with connected() as c:
-        for strategy in STRATEGIES:
-            model, _ = distributed(c, strategy, half_frozen)
-            before = weights(model)
-            model[0].weight.requires_grad_(True)
-            with pytest.raises(SherdError, match=r"'0\.weight' was frozen .* unfreeze it before sherd\.distribute"):
-                loss_of(model, mine(c)).backward()
-            same(weights(model), before, strategy)
-
-
-def test_a_parameter_that_is_unfrozen_later_is_refused_by_name(ranks):
-    ranks(2).run(unfrozen)
 
 
 def penalised(model, data):

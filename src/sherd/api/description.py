@@ -15,6 +15,7 @@ def described(training: Training) -> str:
         everybody = comm.all_gather_object(mine)
     largest = max((bucket.numel for bucket in layout.buckets), default=0)
     owned = sum(bucket.slice_numel for bucket in layout.buckets)
+    frozen = sum(engine.inventory.parameters[index].numel() for index in engine.trained.frozen)
     sharded = engine.choices.parameters is not Parameters.REPLICAS
     shard = f"each rank owns and updates {owned:,} elements" if sharded else "none: each rank updates everything"
     lines = [
@@ -22,7 +23,7 @@ def described(training: Training) -> str:
         f"gradients {engine.choices.gradients.value}, accumulated at the {engine.choices.accumulate_at.value}",
         f"ranks      {comm.world} over {comm.transport}",
         f"model      {layout.numel:,} trainable elements in {len(layout.entries)} parameters, "
-        f"{layout.padded_numel:,} with padding; {sum(p.numel() for p in engine.inventory.frozen):,} frozen",
+        f"{layout.padded_numel:,} with padding; {frozen:,} frozen",
         f"shards     {shard}",
         f"buckets    {len(layout.buckets)}, the largest of {largest:,} elements",
         f"{'bytes':<20}{'this rank':>16}{'all ranks':>16}{'per parameter':>16}",

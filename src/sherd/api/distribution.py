@@ -105,7 +105,7 @@ def _checked(model: Any, optimizer: Any) -> Inventory:
         raise ConfigError("this model is distributed already; call sherd.distribute once per model")
     inventory = Inventory.of(model)
     for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
-        check_parameters(group["params"], (*inventory.trainable, *inventory.frozen), f"the optimizer's group {index}")
+        check_parameters(group["params"], inventory.parameters, f"the optimizer's group {index}")
     return inventory
 
 

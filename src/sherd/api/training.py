@@ -83,7 +83,7 @@ class Training:
     def check_group(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse a new group with parameters of something else."""
         inventory = self.engine.inventory
-        check_parameters(parameters, (*inventory.trainable, *inventory.frozen), "the new parameter group")
+        check_parameters(parameters, inventory.parameters, "the new parameter group")
 
     @property
     def updater(self) -> WholeUpdater | OptimizerShard:

@@ -56,14 +56,17 @@ def updater_for(optimizer: Optimizer, engine: Engine) -> WholeUpdater | Optimize
     """Who updates what this rank is to update."""
     if engine.choices.parameters is Parameters.REPLICAS:
         return WholeUpdater(optimizer)
-    return OptimizerShard(
+    shard = OptimizerShard(
         optimizer,
         engine.layout,
         engine.comm.rank,
-        engine.inventory.trainable,
+        engine.trained.parameters,
         engine.store.slices,
         engine.gradients.slices,
+        frozen=engine.inventory.parameters,
     )
+    engine.on_growth.append(lambda: shard.grow(engine.layout))
+    return shard
 
 
 def check_parameters(parameters: Sequence[nn.Parameter], known: Sequence[nn.Parameter], where: str) -> None:

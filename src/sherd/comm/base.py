@@ -60,6 +60,7 @@ class Communicator(ABC):
         self.options = options
         self.tree = SummationTree(world, min(options.group or world, world))
         self.counters = Counters()
+        self.closed = False
         self._forms: dict[tuple[object, ...], Form] = {}
         self._site: Site = (0, 0)  # where the call that is being made was made
 
@@ -187,9 +188,13 @@ class Communicator(ABC):
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator among `ranks`, None on ranks outside it. All ranks of this communicator must call it."""
 
-    @abstractmethod
     def close(self, error: BaseException | None = None) -> None:
         """Leave. Others that still need this rank get an error that says so, and why. Safe to call twice."""
+        self.closed = True
+        self._close(error)
+
+    @abstractmethod
+    def _close(self, error: BaseException | None) -> None: ...
 
     def __enter__(self) -> Self:
         return self

@@ -36,7 +36,7 @@ class SoloCommunicator(Communicator):
             raise ConfigError(f"subgroup({list(ranks)}): a world of one has only rank 0")
         return SoloCommunicator(self.options) if ranks else None
 
-    def close(self, error: BaseException | None = None) -> None:
+    def _close(self, error: BaseException | None) -> None:
         pass
 
     def _reduce_scatter(

@@ -23,13 +23,19 @@ class Collector:
     """Takes gradients as they arrive and launches buckets in order."""
 
     def __init__(self, layout: ShardLayout, gradients: RingGradients) -> None:
-        self._layout = layout
         self._gradients = gradients
-        self._homes = [layout.bucket_of(entry).index for entry in range(len(layout.entries))]
-        self.order: Sequence[int] = range(len(layout.buckets))
+        self.order: list[int] = []
         """The order in which buckets are launched, the same on all ranks."""
-        self.used = [False] * len(layout.entries)
+        self.used: list[bool] = []
         """Which entries have arrived on this rank since ranks last agreed on it."""
+        self.grow(layout)
+
+    def grow(self, layout: ShardLayout) -> None:
+        """Take the entries that `layout` has more, between two rounds. Their buckets are the last to be launched."""
+        self._layout = layout
+        self._homes = [layout.bucket_of(entry).index for entry in range(len(layout.entries))]
+        self.order += range(len(self.order), len(layout.buckets))
+        self.used += [False] * (len(layout.entries) - len(self.used))
         self.start()
 
     def start(self) -> None:

@@ -23,9 +23,9 @@ class Editing:
         self._comm = comm
         self._store = store
         self._guard = guard
-        self._names = (*inventory.names, *inventory.frozen_names)
-        self._indices = {id(p): index for index, p in enumerate((*inventory.trainable, *inventory.frozen))}
-        self._parameters = (*inventory.trainable, *inventory.frozen)
+        self._names = inventory.names
+        self._parameters = inventory.parameters
+        self._indices = {id(parameter): index for index, parameter in enumerate(inventory.parameters)}
         self._lent: Counter[int] = Counter()
 
     @property

@@ -23,9 +23,9 @@ class EditGuard:
     def __init__(self, inventory: Inventory, store: ParameterStore, rank: int, checksums: bool) -> None:
         self._rank = rank
         self._store = store
-        self._names = (*inventory.names, *inventory.frozen_names)
-        self._parameters = (*inventory.trainable, *inventory.frozen)
-        self._trainable = len(inventory.trainable)
+        self._names = inventory.names
+        self._parameters = inventory.parameters
+        self._model = inventory.model
         self._places = _places(inventory.model)
         self.checksums = checksums
         self.accept()
@@ -39,20 +39,8 @@ class EditGuard:
 
     def check(self) -> None:
         """Raise if a parameter was replaced, moved or edited."""
-        for registry, key, parameter, name in self._places:
-            if registry.get(key) is not parameter:
-                self._refuse(
-                    name,
-                    "was replaced by another object",
-                    "write into it inside `with sherd.full_parameters(model):`, or load_state_dict without assign=True",
-                )
-        for index in range(self._trainable, len(self._parameters)):
-            if self._parameters[index].requires_grad:
-                self._refuse(
-                    self._names[index],
-                    "was frozen when the model was distributed and is not any more",
-                    "unfreeze it before sherd.distribute",
-                )
+        if any(len(registry) != count or registry.get(key) is not held for registry, count, key, held in self._places):
+            self._check_model()
         for index, parameter in enumerate(self._parameters):
             moved = parameter.data_ptr() != self._addresses[index] and self._store.owns_memory
             if moved or parameter.dtype != self._dtypes[index]:
@@ -67,6 +55,29 @@ class EditGuard:
             if self._store.shared and checksum(parameter) != before:
                 self._refuse_edit(index)
 
+    def _check_model(self) -> None:
+        """Some module was changed: refuse it unless the parameters are the same, as where one wraps another now."""
+        found = dict(self._model.named_parameters())
+        known = {id(parameter) for parameter in self._parameters}
+        for name, parameter in found.items():
+            if id(parameter) not in known:
+                before = "replaced by another object" if name in self._names else "added to the model"
+                self._refuse(
+                    name,
+                    f"was {before} after sherd.distribute, so the ranks would not train it",
+                    "change the model before sherd.distribute; to change values, write into them inside "
+                    "`with sherd.full_parameters(model):`, or use load_state_dict without assign=True",
+                )
+        kept = {id(parameter) for parameter in found.values()}
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            if id(parameter) not in kept:
+                self._refuse(
+                    name,
+                    "was removed from the model after sherd.distribute",
+                    "change the model before sherd.distribute",
+                )
+        self._places = _places(self._model)
+
     def _refuse_edit(self, index: int) -> None:
         self._refuse(
             self._names[index],
@@ -78,13 +89,16 @@ class EditGuard:
         raise SherdError(f"rank {self._rank}: parameter {name!r} {what}; {fix}")
 
 
-def _places(model: nn.Module) -> list[tuple[dict[str, Any], str, nn.Parameter, str]]:
-    """Every place in the model where a parameter is registered, and its name there."""
+def _places(model: nn.Module) -> list[tuple[dict[str, Any], int, str, object]]:
+    """Every place in the model where a parameter or a module is registered: the dict, its length, the key, the object.
+
+    A dict that is empty has a place too, or nobody would notice what is added to it.
+    """
     return [
-        (module._parameters, key, parameter, f"{prefix}.{key}" if prefix else key)
-        for prefix, module in model.named_modules()
-        for key, parameter in module._parameters.items()
-        if parameter is not None
+        (registry, len(registry), key, held)
+        for module in model.modules()
+        for registry in (module._parameters, module._modules)
+        for key, held in (registry or {"": None}).items()
     ]
 
 

@@ -9,7 +9,7 @@ strategy made its choices.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from sherd import observe
@@ -23,7 +23,8 @@ from sherd.engine.inventory import Inventory
 from sherd.engine.layout import ShardLayout
 from sherd.engine.rounds import Rounds
 from sherd.engine.stores import HostStore, ParameterStore, PrivateStore, ReplicaStore
-from sherd.errors import SherdError
+from sherd.engine.trained import Trained
+from sherd.errors import Diverged, SherdError
 
 log = logging.getLogger("sherd")
 
@@ -43,17 +44,19 @@ class Engine:
         self.choices = choices
         self.skipped = 0
         self._options = options
-        layout = inventory.layout(comm.world, comm.tree.group, options.bucket_bytes)
-        self.store = _STORES[choices.parameters](comm, layout, inventory.trainable, inventory.frozen)
+        self.trained = Trained(inventory, comm.world, comm.tree.group, options.bucket_bytes)
+        self.store = _STORES[choices.parameters](comm, self.trained)
         self.store.from_leader(inventory.buffers)
         self._guard = EditGuard(inventory, self.store, comm.rank, checksums=options.check == "edits")
-        self.rounds = Rounds(comm, inventory, layout, choices, options, check=self._guard.check)
+        self.rounds = Rounds(comm, self.trained, choices, options, check=self._guard.check, unfreeze=self._unfreeze)
         self.editing = Editing(comm, inventory, self.store, self._guard)
+        self.on_growth: list[Callable[[], None]] = []
+        """Called when parameters were unfrozen, which are then behind the others in `trained`."""
 
     @property
     def layout(self) -> ShardLayout:
-        """The layout of the trainable parameters."""
-        return self.rounds.layout
+        """The layout of the parameters that are trained."""
+        return self.trained.layout
 
     @property
     def gradients(self) -> RingGradients:
@@ -89,6 +92,25 @@ class Engine:
             self.store.publish()
         self._guard.accept()
         self.rounds.number += 1
+
+    def _unfreeze(self, indices: list[int]) -> None:
+        """Train parameters that were frozen until now. Collective."""
+        names = [self.inventory.names[index] for index in indices]
+        with self.comm.counters.agreeing(), labelled(f"unfreezing {', '.join(names)} before step {self.steps}"):
+            everybody = self.comm.all_gather_object(names)
+        for rank, theirs in enumerate(everybody):
+            if theirs != everybody[0]:
+                only = sorted(set(theirs) ^ set(everybody[0]))
+                raise Diverged(
+                    f"before step {self.steps} rank 0 and rank {rank} unfroze different parameters: {only} on one of "
+                    f"them only; set requires_grad alike on every rank",
+                    ranks=(0, rank),
+                )
+        self.trained.grow(indices)
+        self.store.grow(indices)
+        self.rounds.grow()
+        for follow in self.on_growth:
+            follow()
 
     def _refuse_step(self) -> None:
         self.skipped += 1

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
-from sherd.engine.layout import ShardLayout
 from sherd.engine.slicing import Bucket
 
 
-def numel_by_dtype(layout: ShardLayout, size: Callable[[Bucket], int]) -> dict[str, int]:
-    """Elements of all buckets, by dtype."""
+def numel_by_dtype(buckets: Iterable[Bucket], size: Callable[[Bucket], int]) -> dict[str, int]:
+    """Elements of these buckets, by dtype."""
     numel: dict[str, int] = {}
-    for bucket in layout.buckets:
+    for bucket in buckets:
         numel[bucket.dtype] = numel.get(bucket.dtype, 0) + size(bucket)
     return numel
 
 
-def carve(memory: Mapping[str, Tensor], layout: ShardLayout, size: Callable[[Bucket], int]) -> list[Tensor]:
+def carve(memory: Mapping[str, Tensor], buckets: Iterable[Bucket], size: Callable[[Bucket], int]) -> list[Tensor]:
     """A part of `memory` for each bucket, one behind the other."""
     used = dict.fromkeys(memory, 0)
     parts = []
-    for bucket in layout.buckets:
+    for bucket in buckets:
         start = used[bucket.dtype]
         used[bucket.dtype] = start + size(bucket)
         parts.append(memory[bucket.dtype][start : used[bucket.dtype]])

@@ -9,13 +9,14 @@ alone gets an error from the communicator, which names it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from sherd.comm import Communicator, labelled
 from sherd.engine.gradients import RingGradients
 from sherd.engine.parameter import adopt, raw_grad, set_raw_grad
+from sherd.engine.trained import Trained
 from sherd.engine.whole_gradients import WholeGradients
 from sherd.errors import SherdError
 
@@ -23,11 +24,16 @@ from sherd.errors import SherdError
 class GradAccess(ABC):
     """`p.grad`. `used[e]` says whether entry e has a gradient on any rank; without one, `p.grad` is None."""
 
-    def __init__(self, gradients: RingGradients, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
-        self.used = [False] * len(parameters)
+    def __init__(self, gradients: RingGradients, trained: Trained) -> None:
+        self.used: list[bool] = []
         self._gradients = gradients
-        self._parameters = parameters
-        self._names = names
+        self._parameters = trained.parameters
+        self._names = trained.names
+        self.grow()
+
+    def grow(self) -> None:
+        """Take the parameters that are trained since."""
+        self.used += [False] * (len(self._parameters) - len(self.used))
 
     @abstractmethod
     def hide(self) -> list[int]:
@@ -64,9 +70,9 @@ class NativeGrads(GradAccess):
 
     _gradients: WholeGradients
 
-    def __init__(self, gradients: WholeGradients, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
-        super().__init__(gradients, parameters, names)
-        self._versions: dict[str, int] = {}
+    def __init__(self, gradients: WholeGradients, trained: Trained) -> None:
+        super().__init__(gradients, trained)
+        self._versions: list[int] = []
         self._shown = False
 
     def hide(self) -> list[int]:
@@ -123,8 +129,8 @@ class NativeGrads(GradAccess):
             self._gradients.sums[bucket].zero_()
             self._gradients.summed[bucket] = True
 
-    def _now(self) -> dict[str, int]:
-        return {dtype: flat._version for dtype, flat in self._gradients.memory.items()}
+    def _now(self) -> list[int]:
+        return [flat._version for flat in self._gradients.memory]
 
     def _note(self) -> None:
         self._versions = self._now()
@@ -137,17 +143,19 @@ class GatheredGrads(GradAccess):
         self,
         comm: Communicator,
         gradients: RingGradients,
-        parameters: Sequence[nn.Parameter],
-        names: Sequence[str],
+        trained: Trained,
         ready: Callable[[], bool],
     ) -> None:
-        super().__init__(gradients, parameters, names)
+        super().__init__(gradients, trained)
         self._comm = comm
         self._ready = ready
         self._gathered: dict[int, Tensor] = {}
         self._discarded: set[int] = set()
-        for entry, parameter in enumerate(parameters):
-            adopt(parameter, self, entry)
+
+    def grow(self) -> None:
+        for entry in range(len(self.used), len(self._parameters)):
+            adopt(self._parameters[entry], self, entry)
+        super().grow()
 
     def hide(self) -> list[int]:
         return self.collect()

@@ -12,7 +12,7 @@ copied into a slot of a small ring and reduced from there. `whole_gradients` has
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,19 +56,34 @@ class RingGradients:
         device: torch.device,
         memory: dict[str, Tensor] | None = None,
     ) -> None:
-        self.layout = layout
-        self._device = device
-        self.memory = memory or self._memory_for(comm, layout)
-        self.summed = [False] * len(layout.buckets)
-        self.sums, self.slices = self._allocate(comm, layout)
         self._comm = comm
+        self._device = device
+        self._slot_numel = slot_numel
         self._on_sum = on_sum
-        self._pieces = [self._cut(bucket, slot_numel) for bucket in layout.buckets]
+        self.summed: list[bool] = []
+        self.sums: list[Tensor] = []
+        self.slices: list[Tensor] = []
+        self._pieces: list[tuple[Piece, ...]] = []
         self._held: dict[int, Tensor] = {}
         self._under_way: deque[Reduction] = deque()
+        self._ring = Ring(comm, 0, device)
+        self.memory: list[Tensor] = []
+        """All that is allocated for what is kept."""
+        self.grow(layout, memory)
+
+    def grow(self, layout: ShardLayout, memory: dict[str, Tensor] | None = None) -> None:
+        """Make room for the buckets that `layout` has more, in this `memory` or in new one. Nothing is under way."""
+        self.layout = layout
+        added = layout.buckets[len(self.sums) :]
+        memory = memory or self._memory_for(added)
+        self.memory += memory.values()
+        self._allocate(added, memory)
+        self.summed += [False] * len(added)
+        self._pieces += [self._cut(bucket, self._slot_numel) for bucket in added]
         sizes = zip(layout.buckets, self._pieces, strict=True)
         largest = max((piece.numel * ITEMSIZE[bucket.dtype] for bucket, cut in sizes for piece in cut), default=0)
-        self._ring = Ring(comm, largest, device)
+        if largest > self._ring.slot_bytes:
+            self._ring = Ring(self._comm, largest, self._device)
 
     # ---------------------------------------------------------------- contributions
 
@@ -112,21 +127,21 @@ class RingGradients:
 
     def bytes(self) -> dict[str, int]:
         """What this rank allocated, by kind."""
-        return {"gradients": sum(flat.nbytes for flat in self.memory.values()), "buckets": self._ring.nbytes}
+        return {"gradients": sum(flat.nbytes for flat in self.memory), "buckets": self._ring.nbytes}
 
     # ---------------------------------------------------------------- how sums are kept
 
-    def _memory_for(self, comm: Communicator, layout: ShardLayout) -> dict[str, Tensor]:
-        """Zeroed room for what is kept, by dtype."""
-        return self._zeros(numel_by_dtype(layout, lambda bucket: bucket.slice_numel))
+    def _memory_for(self, buckets: Sequence[Bucket]) -> dict[str, Tensor]:
+        """Zeroed room for what is kept of these buckets, by dtype."""
+        return self._zeros(numel_by_dtype(buckets, lambda bucket: bucket.slice_numel))
 
     def _zeros(self, sizes: dict[str, int]) -> dict[str, Tensor]:
         return {d: torch.zeros(size, dtype=dtype_of(d), device=self._device) for d, size in sizes.items()}
 
-    def _allocate(self, comm: Communicator, layout: ShardLayout) -> tuple[list[Tensor], list[Tensor]]:
-        """What is kept of each bucket, and this rank's own slice of it."""
-        sums = carve(self.memory, layout, lambda bucket: bucket.slice_numel)
-        return sums, sums
+    def _allocate(self, buckets: Sequence[Bucket], memory: dict[str, Tensor]) -> None:
+        """Divide `memory` among these buckets: what is kept of each, and this rank's own slice of it."""
+        self.sums += (parts := carve(memory, buckets, lambda bucket: bucket.slice_numel))
+        self.slices += parts
 
     def _cut(self, bucket: Bucket, slot_numel: int) -> tuple[Piece, ...]:
         return cut_by_slice(bucket, slot_numel)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from sherd.comm import Communicator
 from sherd.engine.entry import ITEMSIZE, Entry, dtype_name
-from sherd.engine.layout import ShardLayout
 from sherd.engine.placement import padded
 from sherd.errors import ConfigError, Diverged
 
@@ -24,13 +23,11 @@ fp32 AdamW, and the first bucket can be reduced long before backward ends."""
 
 @dataclass(frozen=True)
 class Inventory:
-    """A model's parameters, `trainable` and `frozen`, in the order of registration, tied ones once."""
+    """A model's parameters by name, in the order of registration, tied ones once."""
 
     model: nn.Module
     names: tuple[str, ...]
-    trainable: tuple[nn.Parameter, ...]
-    frozen_names: tuple[str, ...]
-    frozen: tuple[nn.Parameter, ...]
+    parameters: tuple[nn.Parameter, ...]
     buffers: tuple[Tensor, ...]
 
     @classmethod
@@ -44,39 +41,27 @@ class Inventory:
                     f"parameter {name!r} is on {parameter.device} and {found[0][0]!r} on {found[0][1].device}; "
                     f"put the whole model on one device before sherd.distribute"
                 )
-        trainable = [(name, p) for name, p in found if p.requires_grad]
-        frozen = [(name, p) for name, p in found if not p.requires_grad]
-        return cls(
-            model,
-            tuple(name for name, _ in trainable),
-            tuple(p for _, p in trainable),
-            tuple(name for name, _ in frozen),
-            tuple(p for _, p in frozen),
-            tuple(buffer for buffer in model.buffers() if buffer is not None),
-        )
+        names, parameters = tuple(name for name, _ in found), tuple(parameter for _, parameter in found)
+        return cls(model, names, parameters, tuple(buffer for buffer in model.buffers() if buffer is not None))
 
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        return next((p.device for p in (*self.trainable, *self.frozen)), torch.device("cpu"))
+        return next((parameter.device for parameter in self.parameters), torch.device("cpu"))
 
-    def entries(self) -> list[Entry]:
-        return [Entry(n, tuple(p.shape), dtype_name(p)) for n, p in zip(self.names, self.trainable, strict=True)]
+    def trainable(self) -> list[int]:
+        """The indices of the parameters that require a gradient now."""
+        return [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
 
-    def layout(
-        self, world: int, group: int, bucket_bytes: int | None, order: Sequence[int] | None = None
-    ) -> ShardLayout:
-        """The layout of the trainable parameters. Without an `order`, last registered first: gradients come so."""
-        entries = self.entries()
-        backwards = range(len(entries) - 1, -1, -1)
-        numel = self.bucket_numel(bucket_bytes)
-        return ShardLayout.build(entries, world, bucket_numel=numel, group=group, order=order or backwards)
+    def entries(self, indices: Iterable[int]) -> list[Entry]:
+        """These parameters as a layout sees them."""
+        return [Entry(self.names[i], tuple(self.parameters[i].shape), dtype_name(self.parameters[i])) for i in indices]
 
     def bucket_numel(self, bucket_bytes: int | None) -> int:
         """Elements of a bucket: what was asked for, or a share of the model, so that a small one wastes nothing."""
-        largest = max((ITEMSIZE[dtype_name(p)] for p in self.trainable), default=4)
+        largest = max((p.element_size() for p in self.parameters), default=4)
         if bucket_bytes is None:
-            total = sum(padded(p.numel()) * p.element_size() for p in self.trainable)
+            total = sum(padded(p.numel()) * p.element_size() for p in self.parameters)
             bucket_bytes = min(max(total // BUCKETS, SMALLEST_BUCKET_BYTES), LARGEST_BUCKET_BYTES)
         return max(bucket_bytes // largest, 1)
 

@@ -96,6 +96,14 @@ class ShardLayout:
         buckets = tuple(_cut_bucket(index, entries, tree.world, chosen) for index, chosen in enumerate(packed))
         return cls(entries, tree.world, tree.group, buckets)
 
+    def grown(self, entries: Iterable[Entry]) -> ShardLayout:
+        """The same layout with further entries behind the others, each in a bucket of its own."""
+        entries = tuple(entries)
+        if any(entry.placement is Placement.LAYER for entry in entries):
+            raise ConfigError("a layout can only grow by entries that are divided, not by whole layers")
+        packed = [*self._packed, *(Packed((len(self.entries) + place,), None) for place in range(len(entries)))]
+        return self._cut(self.entries + entries, self.tree, packed)
+
     @property
     def tree(self) -> SummationTree:
         """The order in which contributions are added."""
@@ -186,9 +194,8 @@ class ShardLayout:
 
     def to_json(self) -> dict[str, Any]:
         """A description of plain dicts, lists, strings and numbers, enough to make the layout again."""
-        packed = [Packed(bucket.members, getattr(bucket, "holders", None)) for bucket in self.buckets]
         slices = [bucket.slice_numel for bucket in self.buckets]
-        return describe(Description(self.entries, self.tree, packed, slices))
+        return describe(Description(self.entries, self.tree, self._packed, slices))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ShardLayout:
@@ -202,6 +209,10 @@ class ShardLayout:
                     f"entries give {bucket.slice_numel}; the description was changed or damaged"
                 )
         return layout
+
+    @property
+    def _packed(self) -> list[Packed]:
+        return [Packed(bucket.members, getattr(bucket, "holders", None)) for bucket in self.buckets]
 
     @cached_property
     def _names(self) -> dict[str, int]:

@@ -27,6 +27,12 @@ class BlockNorms:
         self._parts = torch.split(self._table, blocks)
         self._layout = layout
 
+    def grown(self, layout: ShardLayout) -> BlockNorms:
+        """The same norms, with room for the buckets that `layout` has more."""
+        norms = BlockNorms(layout)
+        norms._table[: self._table.numel()] = self._table
+        return norms
+
     def measure(self, bucket: int, slice: Tensor) -> None:
         """Take the norms of a bucket's slice; its padding is zero."""
         # In fp32: in fp64 it takes 20 times as long, and what 256 elements lose is far below what the gradient lost.

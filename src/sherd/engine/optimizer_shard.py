@@ -11,7 +11,7 @@ The inner object is made anew from the user's for each step, so that nothing in 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from operator import is_
@@ -47,7 +47,8 @@ class OptimizerShard:
     """Steps what `owner` holds of `parameters`, which are aligned with the layout's entries.
 
     `values` and `gradients` are this owner's slices of the parameters and of the reduced gradients, one per bucket.
-    State that the optimizer has already is taken over.
+    State that the optimizer has already is taken over. All these lists may grow, if `grow` is told; until then the
+    optimizer may hold `frozen` parameters too, which are not stepped.
     """
 
     def __init__(
@@ -59,22 +60,38 @@ class OptimizerShard:
         values: Sequence[Tensor],
         gradients: Sequence[Tensor],
         chunk_numel: int = CHUNK_NUMEL,
+        frozen: Iterable[nn.Parameter] = (),
     ) -> None:
-        if len(parameters) != len(layout.entries):
-            raise ConfigError(
-                f"found {len(parameters)} parameters, expected one for each of {len(layout.entries)} entries"
-            )
         self._optimizer = optimizer
         self._kind = type(optimizer)
-        self._layout = layout
         self._owner = owner
-        self._entries: dict[Tensor, int] = {parameter: index for index, parameter in enumerate(parameters)}
+        self._parameters = parameters
         self._values = values
-        self._chunks = cut_chunks(layout, owner, values, gradients, chunk_numel)
+        self._gradients = gradients
+        self._chunk_numel = chunk_numel
+        self._known: set[Tensor] = set(frozen)
+        self._entries: dict[Tensor, int] = {}
+        self._chunks: dict[int, list[Chunk]] = {}
         self._state: defaultdict[Any, Any] = defaultdict(dict)
         self._held: list[dict[str, Any]] = []  # group by group: the chunks, and their names where there are names
         self._grouped: list[Tensor | None] = []
         self._frozen: list[Tensor] = []  # in a group, but not trained: torch would find no gradient and skip them too
+        self.grow(layout)
+
+    def grow(self, layout: ShardLayout) -> None:
+        """Step the entries that `layout` has more, too."""
+        if len(self._parameters) != len(layout.entries):
+            raise ConfigError(
+                f"found {len(self._parameters)} parameters, expected one for each of {len(layout.entries)} entries"
+            )
+        known = len(self._entries)
+        self._layout = layout
+        self._entries.update({self._parameters[entry]: entry for entry in range(known, len(layout.entries))})
+        cut = cut_chunks(layout, self._owner, self._values, self._gradients, self._chunk_numel, first=known)
+        self._chunks.update(cut)
+        kept = {p: self._state.pop(p) for p in self._parameters[known:] if p in self._state}  # loaded while frozen
+        self._take({}, kept)
+        self._grouped = []
         self._follow()
 
     def step(self, used: Sequence[bool]) -> None:
@@ -171,11 +188,11 @@ class OptimizerShard:
     def _held_of(self, index: int, group: Mapping[str, Any]) -> dict[str, Any]:
         cut: list[Sequence[Chunk]] = []
         for position, parameter in enumerate(group["params"]):
-            if parameter not in self._entries and parameter.requires_grad:
+            if parameter not in self._entries and parameter not in self._known and parameter.requires_grad:
                 raise ConfigError(
                     f"the optimizer's group {index} has at position {position} a parameter of shape "
                     f"{tuple(parameter.shape)} that was not distributed; the optimizer's parameters must belong to the "
-                    f"distributed model and require gradients from the start: build it from model.parameters()"
+                    f"distributed model: build it from model.parameters()"
                 )
             cut.append(self._chunks.get(self._entries.get(parameter, -1), ()))
         held: dict[str, Any] = {"params": [chunk.value for chunks in cut for chunk in chunks]}

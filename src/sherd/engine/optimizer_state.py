@@ -44,9 +44,17 @@ class PerElement(NamedTuple):
 
 
 def cut_chunks(
-    layout: ShardLayout, owner: int, values: Sequence[Tensor], gradients: Sequence[Tensor], chunk_numel: int
+    layout: ShardLayout,
+    owner: int,
+    values: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    chunk_numel: int,
+    first: int = 0,
 ) -> dict[int, list[Chunk]]:
-    """The chunks of `owner` by entry, in element order. Each is a view of its slices, and `grad` of the one's."""
+    """The chunks of `owner` by entry, from entry `first` on, in element order.
+
+    Each is a view of its slice of the values, with a `grad` that is a view of its slice of the gradients.
+    """
     _check_slices(layout, values, gradients)
     if chunk_numel < 1 or chunk_numel % BLOCK:
         # Fused kernels round the last elements, those that fill no vector, in another way than the rest: between blocks
@@ -58,10 +66,11 @@ def cut_chunks(
     pieces = [
         (segment.entry, segment.bucket, segment.offset + cut, segment.region.start + cut, segment.numel - cut)
         for segment in layout.segments(owner)
+        if segment.entry >= first
         for cut in range(0, segment.numel, chunk_numel)
     ]
     if owner == 0:  # torch counts the steps of a parameter without elements too, so somebody has to
-        empty = [index for index, entry in enumerate(layout.entries) if not entry.numel]
+        empty = [index for index, entry in enumerate(layout.entries) if not entry.numel and index >= first]
         pieces += [(index, layout.bucket_of(index).index, 0, 0, 0) for index in empty]
     chunks: dict[int, list[Chunk]] = {}
     for entry, bucket, offset, start, left in pieces:

@@ -22,7 +22,7 @@ class Ring:
 
     def __init__(self, comm: Communicator, nbytes: int, device: torch.device) -> None:
         self._comm = comm
-        self._nbytes = nbytes
+        self.slot_bytes = nbytes
         self._device = device
         self._slots: list[Tensor] = []
         self._users: list[Handle | None] = [None] * SLOTS
@@ -49,5 +49,5 @@ class Ring:
 
     def _allocate(self) -> Tensor:
         if self._comm.shares_memory and self._device.type == "cpu":
-            return self._comm.shared_buffers(self._nbytes, dtype=torch.uint8)[self._comm.rank]
-        return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+            return self._comm.shared_buffers(self.slot_bytes, dtype=torch.uint8)[self._comm.rank]
+        return torch.empty(self.slot_bytes, dtype=torch.uint8, device=self._device)

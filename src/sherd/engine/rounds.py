@@ -18,14 +18,16 @@ from torch import Tensor
 from sherd.comm import Communicator, labelled
 from sherd.config import StepOptions
 from sherd.engine import backward
+from sherd.engine.agreement import Report, agree
 from sherd.engine.choices import AccumulateAt, Choices, Gradients
 from sherd.engine.collector import Collector
+from sherd.engine.entry import dtype_name
 from sherd.engine.grad_access import GatheredGrads, GradAccess, NativeGrads
 from sherd.engine.gradients import RingGradients
-from sherd.engine.inventory import Inventory
 from sherd.engine.layout import ShardLayout
 from sherd.engine.norms import BlockNorms
 from sherd.engine.parameter import raw_grad, set_raw_grad
+from sherd.engine.trained import Trained
 from sherd.engine.whole_gradients import ReplicatedGradients, WholeGradients
 from sherd.engine.window import Weights, Window
 from sherd.errors import ConfigError, SherdError
@@ -40,56 +42,87 @@ _KINDS: dict[Gradients, type[RingGradients]] = {
 
 
 class Rounds:
-    """The gradients of one model on one rank. `check` is called before each round that concerns it."""
+    """The gradients of one model on one rank.
+
+    `check` is called before each round that concerns it, `unfreeze` before each round with the parameters that require
+    a gradient and are not trained yet.
+    """
 
     def __init__(
         self,
         comm: Communicator,
-        inventory: Inventory,
-        layout: ShardLayout,
+        trained: Trained,
         choices: Choices,
         options: StepOptions,
         check: Callable[[], None],
+        unfreeze: Callable[[list[int]], None],
     ) -> None:
         self.window = Window(options.accumulate)
         self.number = 0
         """Counts real steps; for messages."""
         self.finite = True
         self._comm = comm
-        self._inventory = inventory
+        self._trained = trained
+        self._frozen = trained.frozen
         self._choices = choices
         self._options = options
         self._weights = Weights(options.loss_reduction, options.accumulate)
         self._factor = 1.0
         self._holding = False
         self._touched = False
+        self._backwards = 0  # since ranks last agreed
         self._learned = False
         self._arrivals: list[int] = []
         self._broken: BaseException | None = None
         self._check = check
+        self._unfreeze = unfreeze
         self._sparse: set[int] = set()
-        self._build(layout)
-        for entry, parameter in enumerate(inventory.trainable):
-            parameter.register_post_accumulate_grad_hook(self._hook(entry))  # type: ignore[no-untyped-call]
+        self._hooked = 0
+        self._build()
+        self._hook_up()
         backward.listen(self)
 
-    def _build(self, layout: ShardLayout, memory: dict[str, Tensor] | None = None) -> None:
+    @property
+    def layout(self) -> ShardLayout:
+        """The layout of the parameters that are trained."""
+        return self._trained.layout
+
+    def _build(self, memory: dict[str, Tensor] | None = None) -> None:
         """Make what depends on the layout."""
-        comm, trainable, names = self._comm, self._inventory.trainable, self._inventory.names
-        self.layout = layout
+        comm, trained, layout = self._comm, self._trained, self.layout
         self._norms = BlockNorms(layout)
         self._edited: set[int] = set()  # buckets changed through p.grad whose norms the ranks did not compare since
         self._stale: set[int] = set()  # buckets whose norms were not taken since they changed
-        numel = self._inventory.bucket_numel(self._options.bucket_bytes)
         self.gradients = _KINDS[self._choices.gradients](
-            comm, layout, slot_numel=numel, on_sum=self._measure, device=self._inventory.device, memory=memory
+            comm,
+            layout,
+            slot_numel=trained.bucket_numel,
+            on_sum=self._measure,
+            device=trained.inventory.device,
+            memory=memory,
         )
         self._collector = Collector(layout, self.gradients)
         self.access: GradAccess
         if isinstance(self.gradients, ReplicatedGradients):
-            self.access = NativeGrads(self.gradients, trainable, names)
+            self.access = NativeGrads(self.gradients, trained)
         else:
-            self.access = GatheredGrads(comm, self.gradients, trainable, names, lambda: self.complete)
+            self.access = GatheredGrads(comm, self.gradients, trained, lambda: self.complete)
+
+    def grow(self) -> None:
+        """Take the parameters that are trained since, between two rounds."""
+        self._norms = self._norms.grown(self.layout)
+        self.gradients.grow(self.layout)
+        self._collector.grow(self.layout)
+        self.access.grow()
+        self._frozen = self._trained.frozen
+        self._learned = False
+        self._hook_up()
+
+    def _hook_up(self) -> None:
+        for entry in range(self._hooked, len(self._trained.parameters)):
+            hook = self._hook(entry)
+            self._trained.parameters[entry].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._hooked = len(self._trained.parameters)
 
     @property
     def _keeps_local(self) -> bool:
@@ -103,6 +136,10 @@ class Rounds:
     # ---------------------------------------------------------------- a round
 
     def begin_round(self) -> None:
+        parameters = self._trained.inventory.parameters
+        unfrozen = [index for index in self._frozen if parameters[index].requires_grad]
+        if unfrozen and not self._comm.closed:  # this backward may be that of another model
+            self._unfreeze(unfrozen)
         self._edited.update(self.access.hide())
         if not self.window.open and not any(self.access.used) and not any(self._collector.used):
             self._weights.forget()  # somebody dropped it all: model.zero_grad()
@@ -126,6 +163,7 @@ class Rounds:
             self._scale_back()
             self._factor = self._weights.enter()
             self._touched = True
+            self._backwards += 1
             self.window.begin()
             self._collector.start()
         if gradient.requires_grad:
@@ -157,7 +195,7 @@ class Rounds:
     def _warn_sparse(self, entry: int) -> None:
         if entry not in self._sparse:
             self._sparse.add(entry)
-            name = self._inventory.names[entry]
+            name = self._trained.names[entry]
             log.warning("the gradient of %r is sparse; it is reduced as a dense one, which takes more memory", name)
 
     @property
@@ -198,18 +236,26 @@ class Rounds:
                     self._arrivals = []  # what is late depends on the packing: every strategy keeps its first one
 
     def _agree(self, late: Sequence[bool]) -> list[bool]:
-        """Sum up over the ranks: who found what is not finite, what they weighed, what is late, what was used."""
-        weights = self._weights
-        head = [float(not self._norms.finite()), weights.local, float(bool(weights.weighed))]
-        mine = torch.tensor([*head, *map(float, late), *map(float, self._collector.used)], dtype=torch.float64)
-        with self._comm.counters.agreeing():
-            total = self._comm.all_reduce(mine).wait().tolist()
-        self.finite = total[0] == 0
-        weights.agreed(total[1], total[2], self._comm.world)
-        used = total[3 + len(late) :]
-        self.access.used = [before or count > 0 for before, count in zip(self.access.used, used, strict=True)]
-        self._collector.forget()  # who drops a gradient now must not find it used again
-        return [count > 0 for count in total[3 : 3 + len(late)]]
+        """Tell the other ranks how it went here, and take over how it went everywhere; gives which buckets are late."""
+        weights, collector = self._weights, self._collector
+        trainable = [parameter.requires_grad for parameter in self._trained.parameters]
+        report = Report(
+            step=self.number,
+            backwards=self._backwards,
+            finite=self._norms.finite(),
+            weight=weights.local,
+            weighed=bool(weights.weighed),
+            late=late,
+            used=collector.used,
+            trainable=trainable,
+        )
+        agreed = agree(self._comm, report, self._trained.names)
+        self.finite = agreed.finite
+        weights.agreed(agreed.weight, agreed.weighing, self._comm.world)
+        self.access.used = [before or used for before, used in zip(self.access.used, agreed.used, strict=True)]
+        collector.forget()  # who drops a gradient now must not find it used again
+        self._backwards = 0
+        return agreed.late
 
     def _learn(self) -> None:
         """Launch buckets from now on in the order in which rank 0 completed them."""
@@ -222,14 +268,15 @@ class Rounds:
     def _repack(self) -> None:
         """Pack buckets in the order in which gradients arrive, where nobody's slices depend on the packing."""
         arrivals, self._arrivals = self._arrivals, []
-        if not isinstance(self.gradients, ReplicatedGradients):
+        if not isinstance(self.gradients, ReplicatedGradients) or self._trained.grown:
             return
         order = [*arrivals, *(entry for entry in reversed(range(len(self.layout.entries))) if entry not in arrivals)]
-        layout = self._inventory.layout(self._comm.world, self._comm.tree.group, self._options.bucket_bytes, order)
+        layout = self._trained.packed(order)
         if self.gradients.fits(layout):
-            for flat in self.gradients.memory.values():
+            for flat in self.gradients.memory:
                 flat.zero_()  # what is padding now was a gradient before
-            self._build(layout, self.gradients.memory)
+            self._trained.layout = layout
+            self._build({dtype_name(flat): flat for flat in self.gradients.memory})
 
     def _measure(self, bucket: int) -> None:
         self._norms.measure(bucket, self.gradients.slices[bucket])
@@ -320,6 +367,7 @@ class Rounds:
             self.gradients.forget()
             self._collector.forget()
             self.access.forget()
+            self._backwards = 0
         self._norms.forget()  # after settle(), which measures what was done to p.grad
         self._stale.clear()
         self._edited.clear()

@@ -2,7 +2,7 @@
 
 A store takes the model's parameters over when it is built: each `parameter.data` becomes a view of the store, with rank
 0's values. `slices[b]` is what this rank owns of bucket b, for its optimizer shard to update between `acquire()` and
-`publish()`. Frozen parameters live in the store too, but nobody updates them.
+`publish()`. Frozen parameters live in the store too, each where its bucket would be, but nobody updates them.
 """
 
 from __future__ import annotations
@@ -11,35 +11,27 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sherd.comm import Communicator
-from sherd.engine.entry import dtype_name, dtype_of
+from sherd.engine.entry import dtype_of
 from sherd.engine.flat import carve, numel_by_dtype
-from sherd.engine.layout import ShardLayout
-from sherd.engine.placement import padded
+from sherd.engine.trained import Trained
 
 
 class ParameterStore(ABC):
-    """Where parameters live. `parameters` are aligned with the layout's entries; `others` are frozen."""
+    """Where parameters live, those that are trained and those that are not. Indices are those of the inventory."""
 
     shared = False
     """Whether ranks see each other's writes at once."""
     owns_memory = True
     """Whether parameters must stay where the store put them."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        layout: ShardLayout,
-        parameters: Sequence[nn.Parameter],
-        others: Sequence[nn.Parameter],
-    ) -> None:
+    def __init__(self, comm: Communicator, trained: Trained) -> None:
         self._comm = comm
-        self._layout = layout
-        self.parameters = list(parameters)
-        self.others = list(others)
-        self._device = next((p.device for p in (*parameters, *others)), torch.device("cpu"))
+        self._trained = trained
+        self._parameters = trained.inventory.parameters
+        self._device = trained.inventory.device
         self.slices = self._take_over()
 
     @abstractmethod
@@ -54,14 +46,17 @@ class ParameterStore(ABC):
     def publish(self) -> None:
         """Make everybody's updated slices visible to everybody."""
 
+    def grow(self, indices: Sequence[int]) -> None:
+        """These parameters are trained from now on: there are slices of them behind the others."""
+        return
+
     def bytes(self) -> int:
         """Bytes of parameters that this rank allocated; a shared store counts once, on rank 0."""
-        return sum(p.nbytes for p in (*self.parameters, *self.others))
+        return sum(parameter.nbytes for parameter in self._parameters)
 
     def write(self, indices: Sequence[int]) -> None:
         """Take rank 0's values of these parameters for everybody's. Collective."""
-        everything = (*self.parameters, *self.others)
-        self.from_leader(everything[index] for index in indices)
+        self.from_leader(self._parameters[index] for index in indices)
 
     def lend(self, indices: Sequence[int]) -> None:
         """Give this rank copies of these parameters of its own, until `write` or `take_back`."""
@@ -73,7 +68,7 @@ class ParameterStore(ABC):
 
     def bump(self) -> None:
         """Tell autograd that the parameters changed: a backward through an older graph must fail as in plain torch."""
-        torch.autograd.graph.increment_version(self.parameters)
+        torch.autograd.graph.increment_version(self._trained.parameters)
 
     def from_leader(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite tensors of this rank with rank 0's."""
@@ -88,17 +83,15 @@ class ReplicaStore(ParameterStore):
 
     def _take_over(self) -> list[Tensor]:
         self._before: dict[int, Tensor] = {}
-        self.from_leader((*self.parameters, *self.others))
+        self.from_leader(self._parameters)
         return []
 
     def lend(self, indices: Sequence[int]) -> None:
-        everything = (*self.parameters, *self.others)
-        self._before.update({index: everything[index].detach().clone() for index in indices})
+        self._before.update({index: self._parameters[index].detach().clone() for index in indices})
 
     def take_back(self, indices: Sequence[int]) -> None:
-        everything = (*self.parameters, *self.others)
         for index in indices:
-            everything[index].detach().copy_(self._before.pop(index))
+            self._parameters[index].detach().copy_(self._before.pop(index))
 
     def write(self, indices: Sequence[int]) -> None:
         super().write(indices)
@@ -116,43 +109,46 @@ class FlatStore(ParameterStore):
     """Buckets of parameters laid end to end, one allocation per dtype."""
 
     def _take_over(self) -> list[Tensor]:
-        layout = self._layout
-        numel = numel_by_dtype(layout, lambda bucket: bucket.numel)
-        begins = []  # where each frozen parameter lies, behind the buckets
-        for other in self.others:
-            begins.append(numel.get(dtype_name(other), 0))
-            numel[dtype_name(other)] = begins[-1] + padded(other.numel())
-        self._flats = {dtype: self._allocate(size, dtype_of(dtype)) for dtype, size in numel.items()}
-        self.buckets = carve(self._flats, layout, lambda bucket: bucket.numel)
-        self.homes: list[Tensor] = []
-        for index, parameter in enumerate(self.parameters):
-            offset = layout.bucket_offset(index)
-            home = self.buckets[layout.bucket_of(index).index][offset : offset + parameter.numel()]
-            self.homes.append(home.view(parameter.shape))
-        for other, begin in zip(self.others, begins, strict=True):
-            home = self._flats[dtype_name(other)][begin : begin + other.numel()]
-            self.homes.append(home.view(other.shape))
+        trained, frozen = self._trained, self._trained.frozen
+        layout = trained.layout.grown(trained.inventory.entries(frozen))
+        self._flats = {
+            dtype: self._allocate(size, dtype_of(dtype))
+            for dtype, size in numel_by_dtype(layout.buckets, lambda bucket: bucket.numel).items()
+        }
+        buckets = carve(self._flats, layout.buckets, lambda bucket: bucket.numel)
+        homes: dict[int, Tensor] = {}
+        for entry, index in enumerate((*trained.indices, *frozen)):
+            offset, parameter = layout.bucket_offset(entry), self._parameters[index]
+            home = buckets[layout.bucket_of(entry).index][offset : offset + parameter.numel()]
+            homes[index] = home.view(parameter.shape)
+        self.homes = [homes[index] for index in range(len(homes))]
+        self.buckets = buckets[: len(trained.layout.buckets)]
+        self._dormant = dict(zip(frozen, buckets[len(self.buckets) :], strict=True))
         self._fill()
         self.take_back(range(len(self.homes)))
-        rank = self._comm.rank
-        return [bucket.view(layout.world, -1)[rank] for bucket in self.buckets]
+        return [self._own(bucket) for bucket in self.buckets]
+
+    def _own(self, bucket: Tensor) -> Tensor:
+        return bucket.view(self._comm.world, -1)[self._comm.rank]
+
+    def grow(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            self.buckets.append(self._dormant.pop(index))
+            self.slices.append(self._own(self.buckets[-1]))
 
     def take_back(self, indices: Sequence[int]) -> None:
-        everything = (*self.parameters, *self.others)
         for index in indices:
-            everything[index].data = self.homes[index]
+            self._parameters[index].data = self.homes[index]
 
     def lend(self, indices: Sequence[int]) -> None:
-        everything = (*self.parameters, *self.others)
         for index in indices:
-            everything[index].data = self.homes[index].clone()
+            self._parameters[index].data = self.homes[index].clone()
 
     def write(self, indices: Sequence[int]) -> None:
-        everything = (*self.parameters, *self.others)
         self.acquire()
         if self._comm.rank == 0:
             for index in indices:
-                self.homes[index].copy_(everything[index].detach())
+                self.homes[index].copy_(self._parameters[index].detach())
         self._spread(indices)
         self.take_back(indices)
 
@@ -170,7 +166,7 @@ class FlatStore(ParameterStore):
         """Put rank 0's values into the store."""
 
     def _copy_in(self) -> None:
-        for parameter, home in zip((*self.parameters, *self.others), self.homes, strict=True):
+        for parameter, home in zip(self._parameters, self.homes, strict=True):
             home.copy_(parameter.detach())
 
 

@@ -6,11 +6,14 @@ the ring and is added to its sum.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from sherd.comm import Communicator, Handle
-from sherd.engine.entry import dtype_of
+from sherd.comm import Handle
+from sherd.engine.entry import dtype_name, dtype_of
 from sherd.engine.flat import carve, numel_by_dtype
 from sherd.engine.gradients import Reduction, RingGradients
 from sherd.engine.layout import ShardLayout
@@ -22,7 +25,13 @@ from sherd.engine.slicing import Bucket
 class WholeGradients(RingGradients):
     """A whole local gradient per rank, reduced into the slice that this rank owns."""
 
-    _filled: list[bool]
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.views: list[Tensor] = []
+        """By entry: its place in this rank's whole gradient."""
+        self._buckets: list[Tensor] = []
+        self._filled: list[bool] = []
+        self._homes: list[int] = []
+        super().__init__(*args, **options)
 
     def take(self, entry: int, gradient: Tensor, factor: float) -> None:
         if self.summed[self._homes[entry]]:
@@ -56,20 +65,27 @@ class WholeGradients(RingGradients):
     def local(self, bucket: int) -> bool:
         return super().local(bucket) or any(self._filled[member] for member in self.layout.buckets[bucket].members)
 
-    def _memory_for(self, comm: Communicator, layout: ShardLayout) -> dict[str, Tensor]:
+    def _memory_for(self, buckets: Sequence[Bucket]) -> dict[str, Tensor]:
         # Where peers can read it in place, if there is such memory.
-        sizes = numel_by_dtype(layout, self._room)
+        comm, sizes = self._comm, numel_by_dtype(buckets, self._room)
         if not (comm.shares_memory and self._device.type == "cpu"):
             return self._zeros(sizes)
         return {d: comm.shared_buffers(size, dtype=dtype_of(d))[comm.rank] for d, size in sizes.items()}
 
-    def _allocate(self, comm: Communicator, layout: ShardLayout) -> tuple[list[Tensor], list[Tensor]]:
-        self._buckets = carve(self.memory, layout, lambda bucket: bucket.numel)
-        self._filled = [False] * len(layout.entries)
-        self._homes = [layout.bucket_of(entry).index for entry in range(len(layout.entries))]
-        self.views = [self._view(entry) for entry in range(len(layout.entries))]
-        slices = [whole.view(layout.world, -1)[comm.rank] for whole in self._buckets]
-        return slices, slices
+    def _allocate(self, buckets: Sequence[Bucket], memory: dict[str, Tensor]) -> None:
+        layout, known = self.layout, len(self._filled)
+        parts = carve(memory, buckets, lambda bucket: bucket.numel)
+        slices = [whole.view(layout.world, -1)[self._comm.rank] for whole in parts]
+        self._buckets += parts
+        self.slices += slices
+        self.sums += self._kept(parts, slices)
+        self._filled += [False] * (len(layout.entries) - known)
+        self._homes += [layout.bucket_of(entry).index for entry in range(known, len(layout.entries))]
+        self.views += [self._view(entry) for entry in range(known, len(layout.entries))]
+
+    def _kept(self, buckets: list[Tensor], slices: list[Tensor]) -> list[Tensor]:
+        """What is kept of each bucket's sum."""
+        return slices
 
     def _room(self, bucket: Bucket) -> int:
         """Elements to allocate for a bucket."""
@@ -89,17 +105,16 @@ class ReplicatedGradients(WholeGradients):
 
     def fits(self, layout: ShardLayout) -> bool:
         """Whether another packing of the same entries fits into the same memory."""
-        return all(
-            size <= self.memory[dtype].numel() for dtype, size in numel_by_dtype(layout, lambda b: b.numel).items()
-        )
+        room = {dtype_name(flat): flat.numel() for flat in self.memory}
+        sizes = numel_by_dtype(layout.buckets, lambda bucket: bucket.numel)
+        return all(size <= room[dtype] for dtype, size in sizes.items())
 
     def _room(self, bucket: Bucket) -> int:
         # Enough for another packing: its entries, and what cutting a bucket into equal slices can add at most.
         return sum(padded(entry.numel) for entry in bucket.entries) + bucket.world * BLOCK
 
-    def _allocate(self, comm: Communicator, layout: ShardLayout) -> tuple[list[Tensor], list[Tensor]]:
-        _, slices = super()._allocate(comm, layout)
-        return self._buckets, slices
+    def _kept(self, buckets: list[Tensor], slices: list[Tensor]) -> list[Tensor]:
+        return buckets
 
     def _cut(self, bucket: Bucket, slot_numel: int) -> tuple[Piece, ...]:
         return cut_whole(bucket, slot_numel)

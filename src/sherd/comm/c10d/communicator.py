@@ -130,7 +130,7 @@ class C10dCommunicator(Communicator):
         peers = self._peers.renumbered({r: i for i, r in enumerate(ranks)}) if self._peers else None
         return C10dCommunicator(group, options, [self.names[r] for r in ranks], peers)
 
-    def close(self, error: BaseException | None = None) -> None:
+    def _close(self, error: BaseException | None) -> None:
         if self._broken is None:
             self._broken = "it was closed"
             if error is not None:

@@ -102,7 +102,7 @@ class HostCommunicator(Communicator):
             return SoloCommunicator(self.options) if self.rank in ranks else None
         return HostCommunicator(meeting.link, options)
 
-    def close(self, error: BaseException | None = None) -> None:
+    def _close(self, error: BaseException | None) -> None:
         if error is not None:
             self._why.append(error)
         self._scheduler.abandon("it was closed")
