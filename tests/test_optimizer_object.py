@@ -158,7 +158,7 @@ def test_frozen_parameters_are_left_alone_until_they_are_not(trained_before):
     load(owners, plain.state_dict())
     assert_same(owners.state_dict(), plain.state_dict())
     frozen.requires_grad_()
-    with pytest.raises(ConfigError, match=r"group 0 has at position 1 .* require gradients from the start"):
+    with pytest.raises(ConfigError, match=r"group 0 has at position 1 .* that was not distributed"):
         owners.shards[0].step([True, True])
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sherd.api import optimizer as optimizers
-from sherd.api.loading import follow_loading, is_distributed
+from sherd.api.membership import enrol, is_distributed
 from sherd.api.schedulers import guard_schedulers
 from sherd.api.training import Training
 from sherd.api.updaters import check_optimizer, check_parameters, updater_for
@@ -88,7 +88,7 @@ def distribute(
     for thing in (model, optimizer):
         if thing is not None:
             training.own(thing)
-    follow_loading(model, engine)
+    enrol(model, engine)
     if options.accumulate > 1:
         guard_schedulers()
     given = tuple(thing for thing in (model, optimizer, loader) if thing is not None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sherd.api.description import described
-from sherd.api.loading import engine_of
+from sherd.api.membership import engine_of
 from sherd.api.training import training_of
 from sherd.errors import ConfigError
 
@@ -62,7 +62,7 @@ def full_parameters(model: nn.Module) -> Iterator[None]:
     Every rank must make the same edits; they are compared, then written where the parameters live. A submodule of a
     distributed model will do, and copies less.
     """
-    with engine_of(model).editing.editing(model):
+    with engine_of(model).editing.editing(model, compare=True):
         yield
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -26,54 +25,37 @@ class Editing:
         self._names = inventory.names
         self._parameters = inventory.parameters
         self._indices = {id(parameter): index for index, parameter in enumerate(inventory.parameters)}
-        self._lent: Counter[int] = Counter()
+        self._lent: set[int] = set()
 
     @property
     def under_way(self) -> bool:
         """Whether some parameters are lent."""
         return bool(self._lent)
 
-    def lend(self, parameters: Iterable[nn.Parameter | None]) -> None:
-        """Give this rank copies of its own. A parameter can be lent twice: tied ones are."""
-        indices = self._known(parameters)
+    @contextmanager
+    def editing(self, module: nn.Module, compare: bool) -> Iterator[None]:
+        """Lend the parameters of `module`, then write rank 0's values back; with `compare` all ranks' must be the same.
+
+        Edits inside an edit belong to the outer one, as far as it goes.
+        """
+        indices = [self._indices[id(p)] for p in module.parameters() if id(p) in self._indices]
+        indices = [index for index in indices if index not in self._lent]
         if not self._lent:
             self._guard.check()
-        self._store.lend([index for index in indices if not self._lent[index]])
+        self._store.lend(indices)
         self._lent.update(indices)
-
-    def write_back(self, parameters: Iterable[nn.Parameter | None]) -> None:
-        """Take rank 0's copies for everybody's, when they were given back as often as they were lent. Collective."""
-        indices = self._known(parameters)
-        self._lent.subtract(indices)
-        self._write([index for index in indices if self._lent[index] <= 0])
-
-    @contextmanager
-    def editing(self, module: nn.Module) -> Iterator[None]:
-        """Lend all parameters of `module`, compare the ranks' edits and write them back."""
-        parameters = list(module.parameters())
-        indices = self._known(parameters)
-        self.lend(parameters)
         try:
             yield
+            if compare:
+                with labelled("the end of full_parameters"):
+                    self._compare(indices)
         except BaseException:
-            self._return(indices)
+            self._store.take_back(indices)
             raise
-        self._lent.subtract(indices)
-        with labelled("the end of full_parameters"):
-            self._compare(indices)
-            self._write(indices)
-
-    def _known(self, parameters: Iterable[nn.Parameter | None]) -> list[int]:
-        return [self._indices[id(p)] for p in parameters if p is not None and id(p) in self._indices]
-
-    def _return(self, indices: list[int]) -> None:
-        self._store.take_back(indices)
-        self._lent.subtract(indices)
-        self._lent += Counter()
-
-    def _write(self, indices: list[int]) -> None:
-        self._lent += Counter()  # drops what is not lent any more
-        self._store.write(indices)
+        finally:
+            self._lent.difference_update(indices)
+        with labelled("writing parameters back"):
+            self._store.write(indices)
         self._guard.accept()
 
     def _compare(self, indices: list[int]) -> None:
@@ -84,8 +66,6 @@ class Editing:
         if different.numel():
             rank, at = different[0].tolist()
             name = self._names[indices[at]]
-            self._store.take_back(indices)
-            self._lent += Counter()
             raise Diverged(
                 f"parameter {name!r} was edited differently on rank 0 and rank {rank} inside full_parameters, and no "
                 f"edit was taken; make the same edits on every rank (random ones: from the same seed)",

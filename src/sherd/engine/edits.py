@@ -34,6 +34,7 @@ class EditGuard:
         """Parameters are as they should be."""
         self._addresses = [parameter.data_ptr() for parameter in self._parameters]
         self._dtypes = [parameter.dtype for parameter in self._parameters]
+        self._shapes = [parameter.shape for parameter in self._parameters]
         self._versions = [parameter._version for parameter in self._parameters]
         self._sums = [checksum(p) for p in self._parameters] if self.checksums else []
 
@@ -43,11 +44,11 @@ class EditGuard:
             self._check_model()
         for index, parameter in enumerate(self._parameters):
             moved = parameter.data_ptr() != self._addresses[index] and self._store.owns_memory
-            if moved or parameter.dtype != self._dtypes[index]:
+            if moved or parameter.dtype != self._dtypes[index] or parameter.shape != self._shapes[index]:
                 self._refuse(
                     self._names[index],
                     "was moved out of the memory that its ranks train",
-                    "call model.to(...) before sherd.distribute",
+                    "call model.to(...), or whatever resized it, before sherd.distribute",
                 )
             if parameter._version != self._versions[index] and self._store.shared:
                 self._refuse_edit(index)

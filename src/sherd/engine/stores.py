@@ -120,7 +120,7 @@ class FlatStore(ParameterStore):
         for entry, index in enumerate((*trained.indices, *frozen)):
             offset, parameter = layout.bucket_offset(entry), self._parameters[index]
             home = buckets[layout.bucket_of(entry).index][offset : offset + parameter.numel()]
-            homes[index] = home.view(parameter.shape)
+            homes[index] = _with_own_storage(home, parameter.shape)
         self.homes = [homes[index] for index in range(len(homes))]
         self.buckets = buckets[: len(trained.layout.buckets)]
         self._dormant = dict(zip(frozen, buckets[len(self.buckets) :], strict=True))
@@ -215,3 +215,14 @@ class HostStore(FlatStore):
         if self._comm.rank == 0:
             self._copy_in()
         self._comm.barrier().wait()
+
+
+def _with_own_storage(flat: Tensor, shape: torch.Size) -> Tensor:
+    """The same memory as a tensor whose storage is no larger than itself.
+
+    Whoever saves or copies a view takes the whole storage: `torch.save` of one layer would write the whole model.
+    """
+    start = flat.storage_offset() * flat.element_size()
+    storage = flat.untyped_storage()[start : start + flat.nbytes]
+    contiguous = torch.empty(shape, device="meta").stride()
+    return flat.new_empty(0).set_(storage, 0, shape, contiguous)
