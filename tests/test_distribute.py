@@ -21,6 +21,7 @@ from tests.training_helpers import (
     weights,
 )
 from torch import nn
+from torch.utils.data import DataLoader
 
 import sherd
 from sherd import ConfigError, Diverged
@@ -30,7 +31,7 @@ def same_objects():
     with connected() as c:
         for strategy in STRATEGIES:
             model = network()
-            optimizer, loader = sgd(model), [1, 2]
+            optimizer, loader = sgd(model), DataLoader([1, 2])
             keys, parameters, kind = list(model.state_dict()), list(model.parameters()), type(optimizer)
             found = sherd.distribute(model, optimizer, loader, strategy=strategy, comm=c)
             assert len(found) == 3
@@ -43,7 +44,12 @@ def same_objects():
             assert sherd.distribute(model, strategy=strategy, comm=c) is model
             assert len(distributed(c, strategy)) == 2
             model = network()
-            assert sherd.distribute(model, loader=loader, strategy=strategy, comm=c) == (model, loader)
+            assert sherd.distribute(model, loader, strategy=strategy, comm=c) == (model, loader)
+            one, two = network(), network()
+            both = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
+            found = sherd.distribute(one, two, both, strategy=strategy, comm=c)
+            assert all(a is b for a, b in zip(found, (one, two, both), strict=True))
+            assert sherd.describe(one) == sherd.describe(two)
 
 
 def test_the_same_objects_come_back_as_many_as_were_given(ranks):
@@ -160,8 +166,12 @@ def test_unknown_names_are_refused_with_the_nearest():
 def test_what_cannot_be_distributed_is_refused(strategy):
     model, other = network(), network()
     cases = [
-        ((list(model.parameters()),), "takes a torch.nn.Module first, found list"),
-        ((model, model), "takes a torch.optim.Optimizer second, found Sequential"),
+        ((list(model.parameters()),), "takes models, an optimizer and DataLoaders, found an object of type list"),
+        ((model, None), "takes models, an optimizer and DataLoaders, found None"),
+        ((), "takes a torch.nn.Module first; found none"),
+        ((model, model), "the same object twice"),
+        ((model, sgd(model), sgd(model)), "takes one optimizer, found 2"),
+        ((nn.DataParallel(model),), r"wrapped in torch's DataParallel; .*model\.module"),
         ((model, sgd(other)), r"group 0 has at position 0 a parameter of shape \(7, 15\).*model.parameters\(\)"),
         ((nn.Linear(3, 3, device="meta"),), "'weight' is on the meta device"),
         ((nn.LazyLinear(3),), "'weight' has no shape yet"),
@@ -174,6 +184,11 @@ def test_what_cannot_be_distributed_is_refused(strategy):
     for again in (model, nn.Sequential(model), model[0]):
         with pytest.raises(ConfigError, match="distributed already"):
             sherd.distribute(again, strategy=strategy)
+    with pytest.raises(ConfigError, match="this optimizer is distributed already"):
+        sherd.distribute(other, optimizer, strategy=strategy)
+    other[0].weight = model[0].weight
+    with pytest.raises(ConfigError, match=r"'0\.weight' belongs to another distributed model too"):
+        sherd.distribute(other, strategy=strategy)
     with pytest.raises(ConfigError, match="not distributed"):
         sherd.describe(other)
 

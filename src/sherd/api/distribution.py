@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sherd.api import optimizer as optimizers
-from sherd.api.membership import enrol, is_distributed
+from sherd.api.arguments import sort_out
+from sherd.api.membership import enrol
 from sherd.api.schedulers import guard_schedulers
 from sherd.api.training import Training
 from sherd.api.updaters import check_optimizer, check_parameters, updater_for
@@ -27,16 +28,15 @@ Loader = TypeVar("Loader")
 
 
 @overload
-def distribute(model: Model, **options: Any) -> Model: ...
+def distribute(model: Model, /, **options: Any) -> Model: ...
 @overload
-def distribute(model: Model, optimizer: Opt, **options: Any) -> tuple[Model, Opt]: ...
+def distribute(model: Model, optimizer: Opt, /, **options: Any) -> tuple[Model, Opt]: ...
 @overload
-def distribute(model: Model, optimizer: Opt, loader: Loader, **options: Any) -> tuple[Model, Opt, Loader]: ...
+def distribute(model: Model, optimizer: Opt, loader: Loader, /, **options: Any) -> tuple[Model, Opt, Loader]: ...
+@overload
+def distribute(*things: Any, **options: Any) -> Any: ...
 def distribute(
-    model: Any,
-    optimizer: Any = None,
-    loader: Any = None,
-    *,
+    *things: Any,
     strategy: str | Strategy = "zero2",
     accumulate: int = 1,
     accumulate_at: str | None = None,
@@ -48,9 +48,15 @@ def distribute(
     comm: CommOptions | Communicator | None = None,
     **unknown: Any,
 ) -> Any:
-    """Train `model` on all ranks of this job. Returns what it was given: the same objects, ready for the same loop.
+    """Train a model on all ranks of this job. Returns what it was given: the same objects, ready for the same loop.
 
-    Collective: all ranks call it, with the same model, and take rank 0's weights. Under torchrun or `sherd run` it
+        model, optimizer, loader = sherd.distribute(model, optimizer, loader)
+
+    Takes the model, its optimizer and loaders, by position; of these only the model is a must. Several models come
+    together if one optimizer trains them all: `sherd.distribute(encoder, decoder, optimizer)`; models with optimizers
+    of their own, as in a GAN, are distributed one after the other.
+
+    Collective: all ranks call it, with the same models, and take rank 0's weights. Under torchrun or `sherd run` it
     starts torch.distributed if nobody has; without them it is a world of one.
 
     strategy: "ddp", "zero1", "zero2", "zero3", or an object with options such as `sherd.ZeRO(stage=2, ...)`.
@@ -60,8 +66,7 @@ def distribute(
     comm: options for the communicator, or one that exists.
     """
     for name in unknown:
-        valid = ("strategy", "comm", *(field.name for field in dataclasses.fields(StepOptions)))
-        raise ConfigError(f"distribute has no option {name!r}; {nearest(name, valid)}")
+        raise ConfigError(_unknown(name))
     chosen = resolve(strategy)
     options = StepOptions(
         accumulate=accumulate,
@@ -72,7 +77,11 @@ def distribute(
         bucket_bytes=bucket_bytes,
         check=check,
     )
-    inventory = _checked(model, optimizer)
+    models, optimizer, _loaders = sort_out(things)
+    model = models[0] if len(models) == 1 else nn.ModuleList(models)
+    inventory = Inventory.of(model)
+    for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+        check_parameters(group["params"], inventory.parameters, f"the optimizer's group {index}")
     ranks = comm if isinstance(comm, Communicator) else connect(comm)
     _compare(ranks, (chosen, options))
     inventory.compare(ranks)
@@ -85,28 +94,20 @@ def distribute(
         updater = updater_for(optimizer, engine)
         optimizers.adopt(optimizer)
     training = Training(engine, chosen, updater)
-    for thing in (model, optimizer):
+    for thing in (*models, optimizer):
         if thing is not None:
             training.own(thing)
     enrol(model, engine)
     if options.accumulate > 1:
         guard_schedulers()
-    given = tuple(thing for thing in (model, optimizer, loader) if thing is not None)
-    return given if len(given) > 1 else model
+    return things if len(things) > 1 else things[0]
 
 
-def _checked(model: Any, optimizer: Any) -> Inventory:
-    """The model's inventory, or an error about what was passed."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"distribute takes a torch.nn.Module first, found {type(model).__name__}")
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise ConfigError(f"distribute takes a torch.optim.Optimizer second, found {type(optimizer).__name__}")
-    if any(is_distributed(module) for module in model.modules()):
-        raise ConfigError("this model is distributed already; call sherd.distribute once per model")
-    inventory = Inventory.of(model)
-    for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
-        check_parameters(group["params"], inventory.parameters, f"the optimizer's group {index}")
-    return inventory
+def _unknown(name: str) -> str:
+    if name in ("model", "optimizer", "loader"):
+        return f"distribute takes the {name} by position: sherd.distribute(model, optimizer, loader, strategy=...)"
+    valid = ("strategy", "comm", *(field.name for field in dataclasses.fields(StepOptions)))
+    return f"distribute has no option {name!r}; {nearest(name, valid)}"
 
 
 def _choices(choices: Choices, options: StepOptions) -> Choices:

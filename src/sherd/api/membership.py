@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import MutableMapping
 from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from sherd.engine.engine import Engine
 from sherd.errors import ConfigError
 
-_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+_engines: MutableMapping[nn.Module | nn.Parameter, weakref.ref[Engine]] = WeakIdKeyDictionary()
 
 
 def enrol(model: nn.Module, engine: Engine) -> None:
-    """Make `engine` the one of `model` and its modules."""
-    for module in model.modules():
-        _engines[module] = weakref.ref(engine)
+    """Make `engine` the one of `model`, its modules and its parameters."""
+    members: list[nn.Module | nn.Parameter] = [*model.modules(), *model.parameters()]
+    for member in members:
+        _engines[member] = weakref.ref(engine)
     if not hasattr(nn.Module.load_state_dict, "__sherd__"):
         _wrap_loading()
 
@@ -38,13 +41,13 @@ def engine_of(module: nn.Module) -> Engine:
     return engine
 
 
-def is_distributed(module: nn.Module) -> bool:
+def is_distributed(member: nn.Module | nn.Parameter) -> bool:
     """Whether it is a distributed model or a part of one."""
-    return _find(module) is not None
+    return _find(member) is not None
 
 
-def _find(module: nn.Module) -> Engine | None:
-    reference = _engines.get(module)
+def _find(member: nn.Module | nn.Parameter) -> Engine | None:
+    reference = _engines.get(member)
     return None if reference is None else reference()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -21,18 +22,20 @@ else:
 
 
 class Distributed(_Base):
-    """The methods that a distributed optimizer has instead of its own."""
+    """The methods that a distributed optimizer has instead of its own; a compiled function is cut at them."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Closure | None = None) -> Any:
         """Update the parameters, on every rank alike. Inside an accumulation window it does nothing."""
         self._opt_called = True  # what an LR scheduler looks for
         return training_of(self).step(self, closure)
 
     # A scheduler wraps step() to see that it was called, unless it finds this mark.
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    step._wrapped_by_lr_sched = True
     # So does torch at the end of load_state_dict, for the hooks, which belong to real steps only.
-    step.hooked = True  # type: ignore[attr-defined]
+    step.hooked = True
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradient. Inside an accumulation window it does nothing."""
         training_of(self).zero_grad(set_to_none)

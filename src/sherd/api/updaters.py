@@ -76,5 +76,6 @@ def check_parameters(parameters: Sequence[nn.Parameter], known: Sequence[nn.Para
         if id(parameter) not in ours:
             raise ConfigError(
                 f"{where} has at position {position} a parameter of shape {tuple(parameter.shape)} that is not the "
-                f"distributed model's; build the optimizer from model.parameters()"
+                f"distributed model's; build the optimizer from model.parameters(), or distribute all models that it "
+                f"trains together: sherd.distribute(encoder, decoder, optimizer)"
             )

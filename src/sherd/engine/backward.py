@@ -2,7 +2,8 @@
 
 A *round* is one outermost backward. Torch tells nobody when it is over: a callback queued with the autograd engine
 fires at the end of an *inner* backward where there is one (reentrant checkpointing). So `torch.autograd.backward`,
-which `Tensor.backward` and reentrant checkpointing both call, is wrapped once per process, by the first listener.
+which `Tensor.backward` and reentrant checkpointing both call, is wrapped once per process, by the first listener. A
+compiled function that calls it is cut there: what happens around a backward is not for a compiler to trace.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def _alive() -> Iterator[Listener]:
 def _wrap() -> None:
     original = torch.autograd.backward
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @functools.wraps(original)
     def backward(*args: Any, **options: Any) -> None:
         # One counter for the process: an inner backward may run in a thread of the autograd engine.
@@ -78,5 +80,5 @@ def _wrap() -> None:
         for listener in _alive():
             listener.end_round()
 
-    backward.__sherd__ = True  # type: ignore[attr-defined]
+    backward.__sherd__ = True
     torch.autograd.backward = backward

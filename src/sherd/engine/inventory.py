@@ -82,8 +82,6 @@ def _check(name: str, parameter: nn.Parameter) -> None:
         raise ConfigError(f"parameter {name!r} has no shape yet; run one batch through the model before distribute")
     if parameter.is_meta:
         raise ConfigError(f"parameter {name!r} is on the meta device; give it values: model.to_empty(device='cpu')")
-    if "_sherd" in parameter.__dict__:
-        raise ConfigError(f"parameter {name!r} is distributed already; call sherd.distribute once per model")
     if dtype_name(parameter) not in ITEMSIZE:
         raise ConfigError(f"parameter {name!r} is of {parameter.dtype}, which cannot be distributed")
 
