@@ -22,6 +22,7 @@ from sherd.errors import (
 if TYPE_CHECKING:
     from sherd import comm
     from sherd.api import clip_grad_norm_, describe, distribute, full_grad, full_parameters, no_sync, weigh
+    from sherd.ranks import launch
     from sherd.strategies import DDP, Strategy, ZeRO
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ _LAZY = {
     **dict.fromkeys(
         ("clip_grad_norm_", "describe", "distribute", "full_grad", "full_parameters", "no_sync", "weigh"), "sherd.api"
     ),
+    "launch": "sherd.ranks",
     **dict.fromkeys(("DDP", "Strategy", "ZeRO"), "sherd.strategies"),
 }
 
@@ -56,6 +58,7 @@ __all__ = [
     "distribute",
     "full_grad",
     "full_parameters",
+    "launch",
     "no_sync",
     "weigh",
 ]

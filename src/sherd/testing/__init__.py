@@ -18,14 +18,13 @@
   `RanksTimedOut`, a `RankFailed` with every rank's Python stack.
 - A test that kills ranks on purpose names them in `expected_exits` and finds `Died` in their place.
 
-The nouns: a *rank* is a process, seen from the caller; a *worker* is the same process, seen from inside. A *run* is one
-function on every rank. Ranks are forked by multiprocessing's *fork server*, which has torch imported already.
+A *run* is one function on every rank. Ranks are forked by multiprocessing's *fork server*, which has imported torch.
 """
 
 from __future__ import annotations
 
-from sherd.testing._report import RanksTimedOut
-from sherd.testing._watch import Died
+from sherd.ranks.report import RanksTimedOut
+from sherd.ranks.watch import Died
 from sherd.testing.pool import RankPool
 from sherd.testing.ranks import run_ranks
 

@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import Any, TypeVar, overload
 
 from sherd.errors import ConfigError
-from sherd.testing import _call, _worker
-from sherd.testing._process import Rank, end
-from sherd.testing._report import failure
-from sherd.testing._watch import Died, Outcome, describe_exit, watch
+from sherd.ranks import call
+from sherd.ranks.team import Team
+from sherd.ranks.watch import Died
+from sherd.testing import _call, _fork
 
 T = TypeVar("T")
 
@@ -40,11 +40,10 @@ class RankPool:
         self.timeout = timeout
         self.grace = grace
         self._closed = False
-        self._ranks: list[Rank] = []
-        self._task = os.memfd_create("sherd-task")
+        self._team = Team(_fork.start, world_size, grace=grace, start_timeout=START_TIMEOUT)
         # A pool that nobody closes: multiprocessing's own finalizers run before it waits for its children at exit (for
         # ever, as idle ranks do not end by themselves), in processes that it started too, and not in forks of ours.
-        self._finalizer = Finalize(self, _let_go, (self._ranks, self._task), exitpriority=0)
+        self._finalizer = Finalize(self, self._team.close, exitpriority=0)
 
     @overload
     def run(
@@ -85,33 +84,27 @@ class RankPool:
             raise ConfigError("this RankPool is closed; build a new one")
         limit = self.timeout if timeout is None else _check_seconds("timeout", timeout)
         expected = self._check_expected(expected_exits)
-        with _call.rendezvous() as port:
-            _worker.write_file(_call.task(fn, args, self.world_size, port, env), self._task)
+        pickled, extra = _call.pickled(fn, args), _call.checked_env(env)
+        threads = call.fair_threads(self.world_size)
+        environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        with call.rendezvous() as port:
             try:
-                return self._run(limit, expected)
+                task = call.task(pickled, self.world_size, port, environ=environ, extra=extra, threads=threads)
+                results = self._team.run(task, limit, expected)
+                if expected:
+                    self._team.stop(self.timeout, expected)
+                else:
+                    self._team.clean(limit)
             except BaseException:  # KeyboardInterrupt too: whatever the ranks are doing, nobody waits for it any more
-                _end(self._ranks)
+                self._team.end()
                 raise
-            finally:
-                os.ftruncate(self._task, 0)  # an idle pool should not hold on to large arguments
-
-    def _run(self, timeout: float, expected: Mapping[int, int]) -> list[Any]:
-        """Have the task run, from the start of the ranks to the end of their process group."""
-        self._start()
-        outcome = self._command(_worker.RUN, "running the function", timeout, expected)
-        results = outcome.results(self._ranks)
-        self._check(outcome, "handing over the result", timeout)
-        if expected:
-            self._stop(expected)
-        else:  # only now: a rank that left the group earlier could have failed those still in it
-            self._command(_worker.CLEAN, "destroying the process group", timeout, {})
         return results
 
     def close(self) -> None:
         """End the ranks. Raises `RankFailed` if one of them does not exit with code 0."""
         self._closed = True
         try:
-            self._stop({})
+            self._team.stop(self.timeout)
         finally:
             self._finalizer()
 
@@ -124,41 +117,6 @@ class RankPool:
         else:  # an error is on its way already: do not put another one in front of it
             self._closed = True
             self._finalizer()
-
-    def _start(self) -> None:
-        """New ranks if there are none; otherwise make sure that the ones from the last run still live."""
-        if self._ranks:
-            codes = {rank.rank: rank.look() for rank in self._ranks}
-            outcome = Outcome(answered=set(codes))
-            for number, code in codes.items():
-                if code is not None:
-                    outcome.fail(number, describe_exit(code))
-            self._check(outcome, "waiting for the next run", self.timeout)
-            return
-        for number in range(self.world_size):
-            self._ranks.append(Rank(number, self._task))
-        self._check(
-            watch(self._ranks, START_TIMEOUT, self.grace, {}), "starting (see what they printed)", START_TIMEOUT
-        )
-
-    def _command(self, command: bytes, doing: str, timeout: float, expected: Mapping[int, int]) -> Outcome:
-        """Give all ranks a command and see it through."""
-        for rank in self._ranks:
-            rank.say(command)
-        outcome = watch(self._ranks, timeout, self.grace, expected)
-        self._check(outcome, doing, timeout)
-        return outcome
-
-    def _stop(self, dead: Mapping[int, int]) -> None:
-        """Have the ranks exit by themselves and check their exit codes; `dead` are those that have exited already."""
-        try:
-            self._command(_worker.STOP, "exiting", self.timeout, dict.fromkeys(range(len(self._ranks)), 0) | dict(dead))
-        finally:
-            _end(self._ranks)
-
-    def _check(self, outcome: Outcome, doing: str, timeout: float) -> None:
-        if error := failure(self._ranks, outcome, doing=doing, timeout=timeout, grace=self.grace):
-            raise error
 
     def _check_expected(self, exits: Mapping[int, int] | None) -> dict[int, int]:
         expected = dict(exits or {})
@@ -173,13 +131,3 @@ def _check_seconds(name: str, seconds: float) -> float:
     if not 0 < seconds < math.inf:
         raise ConfigError(f"{name} must be a positive number of seconds, got {seconds!r}")
     return seconds
-
-
-def _end(ranks: list[Rank]) -> None:
-    end(ranks)
-    ranks.clear()
-
-
-def _let_go(ranks: list[Rank], task: int) -> None:
-    _end(ranks)
-    os.close(task)

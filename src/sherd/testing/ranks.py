@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
-from sherd.testing._watch import Died
+from sherd.ranks.watch import Died
 from sherd.testing.pool import RankPool
 
 T = TypeVar("T")

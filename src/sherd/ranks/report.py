@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from sherd.errors import RankFailed
-from sherd.testing._process import Rank, read_stacks
-from sherd.testing._watch import Outcome
+from sherd.ranks.process import Rank, read_stacks
+from sherd.ranks.watch import Outcome
 
 
 class RanksTimedOut(RankFailed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -9,8 +10,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
-from sherd.testing import _worker
-from sherd.testing._process import Rank
+from sherd.ranks import worker
+from sherd.ranks.process import Rank
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Outcome:
 
 
 def watch(ranks: Sequence[Rank], timeout: float, grace: float, expected: Mapping[int, int]) -> Outcome:
-    """Collect what `ranks` answer to the command they were just given.
+    """Collect what `ranks` answer to the command they were just given, and pass on what they print.
 
     `expected` maps the ranks that must die to their exit codes. Once a rank has failed, the others have `grace` seconds
     to fail by themselves, so that their stories are told too. So has a rank that should die but returned.
@@ -101,10 +102,8 @@ def describe_exit(code: int) -> str:
 
 
 def _sleep(ranks: Sequence[Rank], seconds: float) -> None:
-    """Until a rank answers or ends."""
-    sentinels = [rank.process.sentinel for rank in ranks if rank.exitcode is None]
-    sockets = [rank.control for rank in ranks if rank.listens]
-    wait([*sentinels, *sockets], seconds)
+    """Until a rank answers, prints or ends."""
+    wait([waker for rank in ranks for waker in rank.wakers()], None if seconds == math.inf else seconds)
 
 
 def _note(rank: Rank, outcome: Outcome, expected: Mapping[int, int]) -> None:
@@ -112,7 +111,8 @@ def _note(rank: Rank, outcome: Outcome, expected: Mapping[int, int]) -> None:
     number = rank.rank
     code = rank.look()  # before hear(): what a dead rank had to say is then certain to have arrived
     answer = rank.hear()
-    if answer == _worker.RAISED:
+    rank.forward()
+    if answer == worker.RAISED:
         when, story = rank.story()
         outcome.fail(number, story, when)
     elif answer:

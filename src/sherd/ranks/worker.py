@@ -10,7 +10,6 @@ from __future__ import annotations
 import faulthandler
 import fcntl
 import mmap
-import multiprocessing
 import os
 import pickle
 import signal
@@ -21,12 +20,15 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from pathlib import Path
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 
 RUN, CLEAN, STOP = b"R", b"C", b"S"  # what the parent says
 READY, RETURNED, RAISED = b"+", b"r", b"x"  # what a rank answers
+HERE = f"{Path(__file__).parent}{os.sep}"  # how the files begin whose frames tell a reader nothing
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,12 @@ class Task:
     extra: dict[str, str]  # the caller's `env=`: it wins over everything
     sys_path: list[str]
     cwd: str
-    threads: int
+    threads: int | None  # for torch; None: as it chose itself when the process started
 
 
-def main(rank: int, control: socket.socket) -> None:
-    """The life of a rank, from the fork to STOP."""
-    _die_with_parent()
+def main(rank: int, control: socket.socket, parent: int) -> None:
+    """The life of a rank, from its start to STOP. `parent` is a pipe on which nothing comes but the parent's end."""
+    _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C in a terminal reaches idle ranks too, and is none of theirs
     _, (task, result, stacks), _, _ = socket.recv_fds(control, 1, 3)
     seed = torch.initial_seed()
@@ -58,19 +60,17 @@ def main(rank: int, control: socket.socket) -> None:
             control.sendall(_answer(_destroy_process_group, result))
 
 
-def _die_with_parent() -> None:
+def _die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent goes, however it goes.
 
-    The parent's sentinel is a pipe on which nothing comes but the end; O_ASYNC turns the end into a signal. Unlike a
-    thread that waits for it, this also ends a rank that holds the GIL, and adds no stack of its own to every report.
+    O_ASYNC turns the end of the pipe into a signal. Unlike a thread that waits for it, this also ends a rank that holds
+    the GIL, and adds no stack of its own to every report. A rank with a process group of its own takes that along.
     """
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker is always started by multiprocessing"
-    fd = parent.sentinel
-    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    if wait([fd], 0):  # the parent went before we asked for the signal
+    whom = -os.getpid() if os.getpgrp() == os.getpid() else os.getpid()
+    fcntl.fcntl(parent, fcntl.F_SETOWN, whom)
+    fcntl.fcntl(parent, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(parent, fcntl.F_SETFL, fcntl.fcntl(parent, fcntl.F_GETFL) | os.O_ASYNC)
+    if wait([parent], 0):  # the parent went before we asked for the signal
         os._exit(1)
 
 
@@ -89,7 +89,7 @@ def _answer(work: Callable[[], object], result: int) -> bytes:
     except BaseException as error:
         return _fail(f"raised {_headline(error)}\n{_traceback(error)}", result)
     try:
-        write_file(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), result)
+        write_file(cloudpickle.dumps(value), result)
     except Exception as error:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         return _fail(
@@ -110,7 +110,8 @@ def _run(rank: int, task_file: int) -> object:
     os.environ.update(task.environ | own | task.extra)
     os.chdir(task.cwd)
     sys.path[:] = task.sys_path
-    torch.set_num_threads(task.threads)
+    if task.threads is not None:
+        torch.set_num_threads(task.threads)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         fn, args = pickle.loads(task.call)
@@ -143,9 +144,9 @@ def _headline(error: BaseException) -> str:
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback from the called function on; the frames of this file tell the reader nothing."""
+    """The traceback from the called function on."""
     frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None and frame.tb_frame.f_code.co_filename == __file__:
+    while frame is not None and frame.tb_next is not None and frame.tb_frame.f_code.co_filename.startswith(HERE):
         frame = frame.tb_next
     return "".join(traceback.format_exception(type(error), error, frame))
 

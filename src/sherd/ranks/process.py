@@ -3,29 +3,49 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import signal
 import socket
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from sherd.testing import _worker
+from sherd.ranks import worker
+from sherd.ranks.output import Output
 
 STACK_WAIT = 1.0  # seconds for all ranks together to write their stacks: a live one needs a millisecond
 TERM_WAIT = 0.5  # seconds between SIGTERM and SIGKILL
 KILL_WAIT = 5.0  # seconds for the kernel to end a killed process; one in uninterruptible sleep is given up
 
 
+class Process(Protocol):
+    """What a rank needs of its process, in multiprocessing's words: negative exit codes are signals."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def sentinel(self) -> int:
+        """A file that is readable once the process has ended."""
+
+    @property
+    def exitcode(self) -> int | None: ...
+
+    def close(self) -> None: ...
+
+
+# Starts a rank's process, which calls `worker.main` with its end of the socket, and opens what it prints if its caller
+# is to pass that on.
+Start = Callable[[int, socket.socket], tuple[Process, Sequence[Output]]]
+
+
 class Rank:
     """A rank's process and the files it shares with its parent. `task` is the memory file that all ranks read."""
 
-    def __init__(self, rank: int, task: int) -> None:
+    def __init__(self, rank: int, start: Start, task: int) -> None:
         self.rank = rank
         self.started = False  # it has answered at least once
         self.listens = True  # its end of the socket is open
@@ -33,14 +53,19 @@ class Rank:
         self.control, theirs = socket.socketpair()
         self._result = os.memfd_create(f"sherd-result-{rank}")
         self._stacks = os.memfd_create(f"sherd-stacks-{rank}")
-        self.process = _context().Process(target=_worker.main, args=(rank, theirs), name=f"rank {rank}")
+        self._files = contextlib.ExitStack()
+        self._files.enter_context(self.control)
+        self._files.callback(os.close, self._result)
+        self._files.callback(os.close, self._stacks)
         try:
             with theirs:
-                self.process.start()
+                self.process, self.outputs = start(rank, theirs)
+            for output in self.outputs:
+                self._files.callback(output.close)
             socket.send_fds(self.control, [b"f"], [task, self._result, self._stacks])
             self.control.setblocking(False)
         except BaseException:
-            self.close()
+            self._files.close()  # a process that was started loses its parent's end of the socket, and ends
             raise
 
     def say(self, command: bytes) -> None:
@@ -67,6 +92,17 @@ class Rank:
         self.started = self.started or answer != b""
         self.listens = self.listens and answer != b""
         return answer
+
+    def wakers(self) -> list[Any]:
+        """The files on which something happens when there is something to look at."""
+        ended = [self.process.sentinel] if self.exitcode is None else []
+        answers = [self.control] if self.listens else []
+        return [*ended, *answers, *(output for output in self.outputs if output.open)]
+
+    def forward(self) -> None:
+        """Pass on what it has printed since the last time."""
+        for output in self.outputs:
+            output.forward()
 
     def result(self) -> Any:
         """What the function returned (after RETURNED)."""
@@ -111,9 +147,7 @@ class Rank:
 
         If the fork server died, the exit code was a guess; then this ends the process, as it loses its parent's pipe.
         """
-        self.control.close()
-        os.close(self._result)
-        os.close(self._stacks)
+        self._files.close()
         with contextlib.suppress(ValueError):  # still running after SIGKILL: nothing more can be done from here
             self.process.close()
 
@@ -143,13 +177,17 @@ def _no_stack(rank: Rank) -> str:
 
 
 def end(ranks: Sequence[Rank]) -> None:
-    """End these ranks, politely first, and let go of their files."""
-    for number, patience in ((signal.SIGTERM, TERM_WAIT), (signal.SIGKILL, KILL_WAIT)):
+    """End these ranks, politely first, and let go of their files. An impatient ^C in the meantime hurries, no more."""
+    try:
         for rank in ranks:
-            rank._signal(number)
-        _await_exit(ranks, patience)
-    for rank in ranks:
-        rank.close()
+            rank._signal(signal.SIGTERM)
+        _await_exit(ranks, TERM_WAIT)
+    finally:
+        for rank in ranks:
+            rank._signal(signal.SIGKILL)
+        _await_exit(ranks, KILL_WAIT)
+        for rank in ranks:
+            rank.close()
 
 
 def _await_exit(ranks: Sequence[Rank], patience: float) -> None:
@@ -164,15 +202,5 @@ def _await_exit(ranks: Sequence[Rank], patience: float) -> None:
 def _trimmed(thread: str) -> str:
     """A thread's stack, innermost frame first, without the frames that led to the function: they never differ."""
     lines = thread.split("\n")
-    ours = [index for index, line in enumerate(lines) if f'File "{_worker.__file__}"' in line]
+    ours = [index for index, line in enumerate(lines) if f'File "{worker.HERE}' in line]
     return "\n".join(lines[: ours[0]] if ours and ours[0] > 1 else lines)
-
-
-def _context() -> multiprocessing.context.ForkServerContext:
-    """The fork server's context. The server only imports: an operation would start threads, and a fork loses them."""
-    context = multiprocessing.get_context("forkserver")
-    modules = ["torch", "torch.distributed", "sherd.testing._worker"]
-    if "pytest" in sys.modules:
-        modules.append("pytest")  # every rank imports the caller's main module and fn's: under pytest, both need it
-    context.set_forkserver_preload(modules)  # only the first rank's matters: later the server is running already
-    return context

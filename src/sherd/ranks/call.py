@@ -1,0 +1,79 @@
+"""What is sent to the ranks for one run: the call, and the surroundings that torchrun would give it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+from sherd.ranks.worker import Task
+
+HOST = "127.0.0.1"
+
+
+@contextlib.contextmanager
+def rendezvous() -> Iterator[int]:
+    """The port of a store for one run, on the loopback. The caller hosts it, so that any rank may die, rank 0 too.
+
+    A new one for every run is what keeps runs apart: nothing that an earlier run left behind can be found in it.
+    """
+    listener = socket.create_server((HOST, 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    try:
+        yield port
+    finally:
+        del store  # now, and not when the last one forgets the traceback
+
+
+def fair_threads(world_size: int) -> int:
+    """Threads for each rank: with one per core in every rank they would wait for each other."""
+    return max(1, len(os.sched_getaffinity(0)) // world_size)
+
+
+def task(
+    call: bytes,
+    world_size: int,
+    port: int,
+    *,
+    environ: Mapping[str, str],
+    extra: Mapping[str, str] | None = None,
+    threads: int | None = None,
+) -> bytes:
+    """The run in bytes. `call` is a pickled `(fn, args)`; torchrun's variables win over `environ`, `extra` over all."""
+    work = Task(
+        call=call,
+        environ={**environ, **_torchrun_environ(world_size, port)},
+        extra=dict(extra or {}),
+        sys_path=list(sys.path),
+        cwd=str(Path.cwd()),
+        threads=threads,
+    )
+    return pickle.dumps(work)
+
+
+def _torchrun_environ(world_size: int, port: int) -> dict[str, str]:
+    """The variables of torchrun that all ranks share. With an agent's store, `env://` makes every rank a client."""
+    world = str(world_size)
+    return {
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "ROLE_WORLD_SIZE": world,
+        "ROLE_NAME": "default",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),  # a host's own name may not resolve
+    }

@@ -1,0 +1,33 @@
+"""Ranks forked by multiprocessing's fork server, which has torch imported already: they start in milliseconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import sys
+
+from sherd.ranks import worker
+from sherd.ranks.process import Process
+
+
+def start(rank: int, control: socket.socket) -> tuple[Process, tuple[()]]:
+    """The process of a rank. What it prints goes where the caller's own output goes."""
+    process = _context().Process(target=_main, args=(rank, control), name=f"rank {rank}")
+    process.start()
+    return process, ()
+
+
+def _main(rank: int, control: socket.socket) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "it is always started by multiprocessing"
+    worker.main(rank, control, parent.sentinel)
+
+
+def _context() -> multiprocessing.context.ForkServerContext:
+    """The fork server's context. The server only imports: an operation would start threads, and a fork loses them."""
+    context = multiprocessing.get_context("forkserver")
+    modules = ["torch", "torch.distributed", "sherd.testing._fork"]
+    if "pytest" in sys.modules:
+        modules.append("pytest")  # every rank imports the caller's main module and fn's: under pytest, both need it
+    context.set_forkserver_preload(modules)  # only the first rank's matters: later the server is running already
+    return context
