@@ -163,6 +163,10 @@ class StepOptions(Options):
     loss_reduction: str = "mean"
     """Whether the loss is a "mean" over its batch, so that gradients are averaged, or a "sum": they are added."""
 
+    sync_buffers: str = "mean"
+    """What happens at each step to buffers that changed, such as running statistics: those of floats become the "mean"
+    over the ranks and others rank 0's, all become those of the "leader", rank 0, or "none" is touched."""
+
     bucket_bytes: int | None = None
     """Bytes of gradients that are reduced together. None: a share of the model, at most 2 MB."""
 
@@ -176,6 +180,7 @@ class StepOptions(Options):
         positive(self, "clip_norm")
         one_of(self, "nonfinite", ("skip", "raise", "allow"))
         one_of(self, "loss_reduction", ("mean", "sum"))
+        one_of(self, "sync_buffers", ("mean", "leader", "none"))
         at_least(self, "bucket_bytes", 1024)
         one_of(self, "check", ("versions", "edits"))
 

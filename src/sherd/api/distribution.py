@@ -19,6 +19,7 @@ from sherd.config import CommOptions, StepOptions
 from sherd.engine.choices import AccumulateAt, Choices, Gradients
 from sherd.engine.engine import Engine
 from sherd.engine.inventory import Inventory
+from sherd.engine.sync_batch_norm import share_statistics
 from sherd.errors import ConfigError, Diverged, nearest
 from sherd.strategies import Strategy, resolve
 
@@ -43,6 +44,7 @@ def distribute(
     clip_norm: float | None = None,
     nonfinite: str = "skip",
     loss_reduction: str = "mean",
+    sync_buffers: str = "mean",
     bucket_bytes: int | None = None,
     check: str = "versions",
     comm: CommOptions | Communicator | None = None,
@@ -62,7 +64,7 @@ def distribute(
     strategy: "ddp", "zero1", "zero2", "zero3", or an object with options such as `sherd.ZeRO(stage=2, ...)`.
     accumulate: every K-th `step()` is the real one; `step()`, `zero_grad()` and a scheduler's `step()` do nothing in
         between. The gradient is the mean over ranks and backwards (the sum, with `loss_reduction="sum"`).
-    accumulate_at, clip_norm, nonfinite, loss_reduction, bucket_bytes, check: see `sherd.StepOptions`.
+    accumulate_at, clip_norm, nonfinite, loss_reduction, sync_buffers, bucket_bytes, check: see `sherd.StepOptions`.
     comm: options for the communicator, or one that exists.
     """
     for name in unknown:
@@ -74,6 +76,7 @@ def distribute(
         clip_norm=clip_norm,
         nonfinite=nonfinite,
         loss_reduction=loss_reduction,
+        sync_buffers=sync_buffers,
         bucket_bytes=bucket_bytes,
         check=check,
     )
@@ -98,6 +101,7 @@ def distribute(
         if thing is not None:
             training.own(thing)
     enrol(model, engine)
+    share_statistics(model, engine)
     if options.accumulate > 1:
         guard_schedulers()
     return things if len(things) > 1 else things[0]

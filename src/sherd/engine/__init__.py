@@ -9,7 +9,7 @@ a strategy decides), `backward` (when a round begins and ends), `collector` (wha
 `gradients` and `whole_gradients` (how it is reduced), `norms`, `window` (accumulation), `agreement` (what ranks tell
 each other), `parameter` and `grad_access` (what a user sees of it), `rounds` (all of these together); `elementwise`,
 `optimizer_state` and `optimizer_shard` (who updates what); `stores` (where parameters live), `edits` and `editing` (who
-may change them); and `engine`, where a step brings them together.
+may change them); `buffers` (kept equal) and `sync_batch_norm`; and `engine`, where a step brings them together.
 """
 
 from __future__ import annotations

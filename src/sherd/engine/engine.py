@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from sherd import observe
 from sherd.comm import Communicator, labelled
 from sherd.config import StepOptions
+from sherd.engine.buffers import BufferSync
 from sherd.engine.choices import Choices, Parameters
 from sherd.engine.editing import Editing
 from sherd.engine.edits import EditGuard
@@ -49,6 +50,7 @@ class Engine:
         self.store.from_leader(inventory.buffers)
         self._guard = EditGuard(inventory, self.store, comm.rank, checksums=options.check == "edits")
         self.rounds = Rounds(comm, self.trained, choices, options, check=self._guard.check, unfreeze=self._unfreeze)
+        self._buffers = BufferSync(comm, inventory, options.sync_buffers)
         self.editing = Editing(comm, inventory, self.store, self._guard)
         self.on_growth: list[Callable[[], None]] = []
         """Called when parameters were unfrozen, which are then behind the others in `trained`."""
@@ -75,6 +77,7 @@ class Engine:
         if not self.rounds.window.advance():
             return False
         self.rounds.settle()
+        self._buffers.sync(self.steps)
         if not self.rounds.finite and self._options.nonfinite != "allow":
             self._refuse_step()
             return False

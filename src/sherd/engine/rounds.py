@@ -341,6 +341,11 @@ class Rounds:
         """Give the next backward a weight."""
         self._weights.set(weight)
 
+    @property
+    def weight(self) -> float:
+        """How much the backward under way counts on this rank, against those of the others."""
+        return self._weights.current
+
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Backwards inside are not the last of their step."""

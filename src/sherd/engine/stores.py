@@ -72,6 +72,9 @@ class ParameterStore(ABC):
 
     def from_leader(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite tensors of this rank with rank 0's."""
+        tensors = list(tensors)
+        for tensor in tensors:
+            unexpand(tensor)
         for handle in [self._comm.broadcast(tensor.detach()) for tensor in tensors]:
             handle.wait()
 
@@ -226,3 +229,9 @@ def _with_own_storage(flat: Tensor, shape: torch.Size) -> Tensor:
     storage = flat.untyped_storage()[start : start + flat.nbytes]
     contiguous = torch.empty(shape, device="meta").stride()
     return flat.new_empty(0).set_(storage, 0, shape, contiguous)
+
+
+def unexpand(tensor: Tensor) -> None:
+    """Give every element of an expanded tensor memory of its own, so that it can be overwritten."""
+    if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        tensor.data = tensor.detach().contiguous()

@@ -58,6 +58,7 @@ class Weights:
         self.local = 0.0
         self.total = 0.0
         self.divided = False
+        self._entered = 1.0
 
     def set(self, weight: float) -> None:
         """Weigh the next backward."""
@@ -73,10 +74,16 @@ class Weights:
                 "some backwards of one step were weighed and others not; call sherd.weigh(model, n) before each of them"
             )
         self.weighed = weight is not None
+        self._entered = 1.0 if weight is None else weight
         if weight is not None:
             self.local += weight
             return weight
         return 1.0 / self._length if self._mean else 1.0
+
+    @property
+    def current(self) -> float:
+        """The weight of the backward under way, whether or not it has entered yet; 1 without weights."""
+        return self._entered if self._next is None else self._next
 
     @property
     def op(self) -> str:
