@@ -43,7 +43,7 @@ def same_objects():
             model = network()
             assert sherd.distribute(model, strategy=strategy, comm=c) is model
             assert len(distributed(c, strategy)) == 2
-            model = network()
+            model, loader = network(), DataLoader([1, 2])
             assert sherd.distribute(model, loader, strategy=strategy, comm=c) == (model, loader)
             one, two = network(), network()
             both = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from sherd.config import CommOptions, StepOptions
+from sherd.config import CommOptions, LoaderOptions, StepOptions
 from sherd.errors import (
     CodecFailed,
     CommClosed,
@@ -43,6 +43,7 @@ __all__ = [
     "CommOptions",
     "ConfigError",
     "Diverged",
+    "LoaderOptions",
     "PeerLost",
     "RankFailed",
     "SherdError",

@@ -185,6 +185,24 @@ class StepOptions(Options):
         one_of(self, "check", ("versions", "edits"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions(Options):
+    """How a loader is sharded."""
+
+    global_batch: int | None = None
+    """Samples that a step takes on all ranks together. It sets the loader's batch size, which is per rank and backward.
+    None: the loader keeps its own."""
+
+    iterable: str | None = None
+    """What an IterableDataset gives to each rank: the whole stream, so that its batches are to be "split" among the
+    ranks, or a part of its own: it is "sharded" already. None: there is no such dataset, or it is refused."""
+
+    def validate(self) -> None:
+        at_least(self, "global_batch", 1)
+        if self.iterable is not None:
+            one_of(self, "iterable", ("split", "sharded"))
+
+
 # Validators: each takes the options and the name of one of them, so that a message can show both.
 
 

@@ -15,7 +15,8 @@ from sherd.api.schedulers import guard_schedulers
 from sherd.api.training import Training
 from sherd.api.updaters import check_optimizer, check_parameters, updater_for
 from sherd.comm import Communicator, connect
-from sherd.config import CommOptions, StepOptions
+from sherd.config import CommOptions, LoaderOptions, StepOptions
+from sherd.data import shard
 from sherd.engine.choices import AccumulateAt, Choices, Gradients
 from sherd.engine.engine import Engine
 from sherd.engine.inventory import Inventory
@@ -47,6 +48,8 @@ def distribute(
     sync_buffers: str = "mean",
     bucket_bytes: int | None = None,
     check: str = "versions",
+    global_batch: int | None = None,
+    iterable: str | None = None,
     comm: CommOptions | Communicator | None = None,
     **unknown: Any,
 ) -> Any:
@@ -65,6 +68,7 @@ def distribute(
     accumulate: every K-th `step()` is the real one; `step()`, `zero_grad()` and a scheduler's `step()` do nothing in
         between. The gradient is the mean over ranks and backwards (the sum, with `loss_reduction="sum"`).
     accumulate_at, clip_norm, nonfinite, loss_reduction, sync_buffers, bucket_bytes, check: see `sherd.StepOptions`.
+    global_batch, iterable: see `sherd.LoaderOptions`.
     comm: options for the communicator, or one that exists.
     """
     for name in unknown:
@@ -80,17 +84,22 @@ def distribute(
         bucket_bytes=bucket_bytes,
         check=check,
     )
-    models, optimizer, _loaders = sort_out(things)
+    models, optimizer, loaders = sort_out(things)
+    loading = LoaderOptions(global_batch=global_batch, iterable=iterable)
+    if not loaders and loading != LoaderOptions():
+        raise ConfigError(f"{loading} is about a loader; pass it: sherd.distribute(model, optimizer, loader)")
     model = models[0] if len(models) == 1 else nn.ModuleList(models)
     inventory = Inventory.of(model)
     for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
         check_parameters(group["params"], inventory.parameters, f"the optimizer's group {index}")
     ranks = comm if isinstance(comm, Communicator) else connect(comm)
-    _compare(ranks, (chosen, options))
+    _compare(ranks, (chosen, options, loading))
     inventory.compare(ranks)
     choices = _choices(chosen.choose(ranks, inventory.device), options)
     if optimizer is not None:
         check_optimizer(optimizer, choices, chosen)
+    for loader in loaders:
+        shard(loader, ranks, loading, options.accumulate, announce=loader is loaders[0])
     engine = Engine(ranks, inventory, choices, options)
     updater = None
     if optimizer is not None:
@@ -110,7 +119,8 @@ def distribute(
 def _unknown(name: str) -> str:
     if name in ("model", "optimizer", "loader"):
         return f"distribute takes the {name} by position: sherd.distribute(model, optimizer, loader, strategy=...)"
-    valid = ("strategy", "comm", *(field.name for field in dataclasses.fields(StepOptions)))
+    fields = (*dataclasses.fields(StepOptions), *dataclasses.fields(LoaderOptions))
+    valid = ("strategy", "comm", *(field.name for field in fields))
     return f"distribute has no option {name!r}; {nearest(name, valid)}"
 
 
@@ -124,7 +134,7 @@ def _choices(choices: Choices, options: StepOptions) -> Choices:
     return choices
 
 
-def _compare(comm: Communicator, mine: tuple[Strategy, StepOptions]) -> None:
+def _compare(comm: Communicator, mine: tuple[Strategy, StepOptions, LoaderOptions]) -> None:
     """Refuse options that differ between ranks. Collective."""
     with comm.counters.agreeing():
         everybody = comm.all_gather_object(mine)

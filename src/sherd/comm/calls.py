@@ -18,7 +18,7 @@ from types import CodeType
 import torch
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
-_OURS = tuple(f"{_PACKAGE}/{part}" for part in ("comm", "engine", "strategies", "api", "checkpoint", "elastic"))
+_OURS = tuple(f"{_PACKAGE}/{part}" for part in ("comm", "data", "engine", "strategies", "api", "checkpoint", "elastic"))
 _TORCH = str(Path(torch.__file__).resolve().parent)
 MAX_TEXTS = 16_384
 _inner: dict[int, tuple[bool, CodeType]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sherd.data import share
 from sherd.errors import ConfigError
 
 
@@ -58,7 +59,7 @@ class Weights:
         self.local = 0.0
         self.total = 0.0
         self.divided = False
-        self._entered = 1.0
+        self._entered: float | None = None
 
     def set(self, weight: float) -> None:
         """Weigh the next backward."""
@@ -74,16 +75,25 @@ class Weights:
                 "some backwards of one step were weighed and others not; call sherd.weigh(model, n) before each of them"
             )
         self.weighed = weight is not None
-        self._entered = 1.0 if weight is None else weight
-        if weight is not None:
-            self.local += weight
-            return weight
-        return 1.0 / self._length if self._mean else 1.0
+        self._entered = weight
+        counts = self.current
+        if self.weighed:
+            self.local += counts
+            return counts
+        return counts / self._length if self._mean else counts
 
     @property
     def current(self) -> float:
-        """The weight of the backward under way, whether or not it has entered yet; 1 without weights."""
-        return self._entered if self._next is None else self._next
+        """How much the backward at hand counts on this rank against the others', whether or not it has entered yet.
+
+        The loader's share of the batch is in it. Sums and weights say themselves how much there is in a batch, but not
+        that one is only repeated.
+        """
+        weight = self._entered if self._next is None else self._next
+        part = share.current()
+        if weight is None and self._mean:
+            return part
+        return (1.0 if weight is None else weight) if part else 0.0
 
     @property
     def op(self) -> str:

@@ -1,0 +1,11 @@
+"""Data: a user's DataLoader, sharded over the ranks in place.
+
+Read in this order: `dealing` (who gets what: pure arithmetic), `share` (how much a batch counts), `way` (what a way of
+sharding is), `samplers` and `iterable` (the ways), `loader` (how torch's loader is led along one), `sharding` (which).
+"""
+
+from __future__ import annotations
+
+from sherd.data.sharding import shard
+
+__all__ = ["shard"]

@@ -1,0 +1,148 @@
+"""Loaders whose order is not ours to deal: an IterableDataset, or a sampler that is distributed by itself."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sherd.comm import Communicator, labelled
+from sherd.data.dealing import deal_whole, iterations, share_of
+from sherd.data.way import Turn, Way
+from sherd.errors import SherdError
+
+
+class Splitting(Way):
+    """Every rank reads the whole stream, and takes one batch in `world`."""
+
+    def __init__(self, comm: Communicator, drop_last: bool) -> None:
+        super().__init__(comm)
+        self._drop_last = drop_last
+
+    def turn(self, sampling: Any) -> Turn:
+        return _Splitting(self._comm, self._drop_last)
+
+    def length(self, own: int) -> int:
+        return iterations(own, self._comm.world, self._drop_last)
+
+    def seed(self, drawn: int) -> int:
+        """Rank 0's, without the rank: workers that shuffle must give every rank the same stream. Collective."""
+        with self._comm.counters.agreeing(), labelled("the seed of a stream"):
+            return int(self._comm.broadcast(torch.tensor([drawn])).wait())
+
+
+class _Splitting:
+    def __init__(self, comm: Communicator, drop_last: bool) -> None:
+        self._comm = comm
+        self._drop_last = drop_last
+        self._ended = False
+
+    def take(self, draw: Callable[[], Any]) -> tuple[Any, float]:
+        batches: list[Any] = []
+        while len(batches) < self._comm.world and not self._ended:
+            try:
+                batches.append(draw())
+            except StopIteration:
+                self._ended = True
+        if not batches or (self._drop_last and self._ended):
+            raise StopIteration
+        return deal_whole(batches, [rows(batch) for batch in batches], self._comm.world, self._comm.rank)
+
+
+class Agreeing(Way):
+    """Every rank reads its own part; in each iteration ranks agree on what there is.
+
+    `sized` are things with lengths: in an epoch where those are the same on all ranks, all parts are.
+    """
+
+    def __init__(self, comm: Communicator, sized: Sequence[Any] = ()) -> None:
+        super().__init__(comm)
+        self._sized = sized
+
+    def turn(self, sampling: Any) -> Turn:
+        return _Agreeing(self._comm, self._sized)
+
+
+class _Agreeing:
+    def __init__(self, comm: Communicator, sized: Sequence[Any]) -> None:
+        self._comm = comm
+        self._sized = sized
+        self._even: bool | None = None
+        self._ended = self._over = False
+        self._last: Any = None
+        self._taken = 0
+
+    def take(self, draw: Callable[[], Any]) -> tuple[Any, float]:
+        if self._even is None:
+            self._even = self._compare()
+        if self._even:
+            return draw(), 1.0
+        if self._over:
+            raise StopIteration
+        return self._agree(draw)
+
+    def _compare(self) -> bool:
+        """Whether all ranks have the same lengths. Collective."""
+        if not self._sized:
+            return False
+        lengths = torch.tensor([length(thing) for thing in self._sized])
+        with self._comm.counters.agreeing(), labelled("the lengths of the ranks' samplers"):
+            everybody = self._comm.all_gather(lengths).wait().view(self._comm.world, -1)
+        return bool((everybody == everybody[0]).all() and (everybody >= 0).all())
+
+    def _agree(self, draw: Callable[[], Any]) -> tuple[Any, float]:
+        try:
+            batch = draw() if not self._ended else self._last
+        except StopIteration:
+            self._ended, batch = True, self._last
+        if not self._ended:
+            self._taken += 1
+            self._last = _spare(batch)
+        mine = torch.tensor([0 if self._ended else rows(batch), int(not self._ended), self._taken])
+        with self._comm.counters.agreeing(), labelled("which ranks still have data"):
+            found = self._comm.all_gather(mine).wait().view(self._comm.world, -1).t().tolist()
+        counts, going, taken = found
+        if not any(going):
+            self._over = True
+            raise StopIteration
+        empty = [rank for rank, batches in enumerate(taken) if not batches]
+        if empty:
+            raise SherdError(
+                f"rank {self._comm.rank}: ranks {empty} have no batch at all in this epoch where others have, so they "
+                f"have nothing to train on beside them; give every rank at least one batch"
+            )
+        return batch, share_of(counts, self._comm.rank)
+
+
+def rows(batch: Any) -> int:
+    """The length of the first tensor in a batch, whatever it is made of; 1 if there is none."""
+    tensor = _first_tensor(batch)
+    return 1 if tensor is None or tensor.dim() == 0 else tensor.shape[0]
+
+
+def _first_tensor(thing: Any) -> Tensor | None:
+    if isinstance(thing, Tensor):
+        return thing
+    if isinstance(thing, Mapping):
+        inside: Any = thing.values()
+    elif isinstance(thing, Sequence) and not isinstance(thing, (str, bytes)):
+        inside = thing
+    else:
+        return None
+    return next(filter(lambda found: found is not None, map(_first_tensor, inside)), None)
+
+
+def _spare(batch: Any) -> Any:
+    """A batch to repeat: a loop may take things out of the one that it gets."""
+    return copy.copy(batch) if isinstance(batch, (MutableMapping, MutableSequence)) else batch
+
+
+def length(thing: Any) -> int:
+    """`len(thing)`, or -1 if it has none."""
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError):
+        return -1

@@ -1,0 +1,113 @@
+"""The user's loader object, led along a way of sharding.
+
+Its class is exchanged for a subclass of its own class with the same name, and so is that of each iterator it makes.
+What loads, collates, pins and prefetches stays torch's own: it reads other indices, and a batch comes with its share.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from sherd.data import share
+from sherd.data.way import Turn, Way
+
+_WAY = "_sherd_way"
+_SEEDING = "_sherd_seeding"
+_TURN = "_sherd_turn"
+
+
+class Sharded(DataLoader[Any]):
+    """The methods that a sharded loader has instead of its own."""
+
+    @property
+    def _index_sampler(self) -> Any:
+        indices = way_of(self).indices
+        return super()._index_sampler if indices is None else indices
+
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        vars(self)[_SEEDING] = True
+        try:
+            iterator = super()._get_iterator()
+        finally:
+            del vars(self)[_SEEDING]
+        kind: Any = type(iterator)
+        iterator.__class__ = _subclass(ShardedIterator, kind)
+        _begin(iterator, self)
+        return iterator
+
+    @property
+    def generator(self) -> Any:
+        """The user's. An iterator that is being made gets another one, as it draws the seed of its workers from it."""
+        own = vars(self)["generator"]
+        if _SEEDING not in vars(self):
+            return own
+        drawn = int(torch.empty((), dtype=torch.int64).random_(generator=own))
+        return torch.Generator().manual_seed(way_of(self).seed(drawn))
+
+    @generator.setter
+    def generator(self, generator: Any) -> None:
+        vars(self)["generator"] = generator
+
+    def __len__(self) -> int:
+        return way_of(self).length(super().__len__())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is a plain loader of the user's class."""
+        reduced: Any = super().__reduce_ex__(max(protocol, 2))
+        _, (_, *arguments), state, *rest = reduced
+        if isinstance(state, dict):
+            state = {name: value for name, value in state.items() if name != _WAY} | {"_iterator": None}
+        return _plain, (type(self).__bases__[1], *arguments), state, *rest
+
+
+class ShardedIterator(_BaseDataLoaderIter):
+    """The methods that a sharded loader's iterator has instead of its own."""
+
+    def __next__(self) -> Any:
+        turn: Turn = vars(self)[_TURN]
+        try:
+            batch, counts = turn.take(super().__next__)
+        except BaseException:
+            share.done(self)
+            raise
+        share.use(counts, by=self)
+        return batch
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """Persistent workers begin another epoch."""
+        share.done(self)
+        super()._reset(loader, first_iter)
+        _begin(self, loader)
+
+
+def adopt(loader: DataLoader[Any], way: Way) -> None:
+    """Shard `loader`."""
+    vars(loader)[_WAY] = way
+    loader._iterator = None  # persistent workers of a plain epoch read the plain order
+    kind: Any = type(loader)
+    loader.__class__ = _subclass(Sharded, kind)
+
+
+def way_of(loader: Any) -> Way:
+    """How a sharded loader is."""
+    way: Way = vars(loader)[_WAY]
+    return way
+
+
+def _begin(iterator: _BaseDataLoaderIter, loader: Any) -> None:
+    vars(iterator)[_TURN] = way_of(loader).turn(iterator._sampler_iter)
+
+
+def _plain(kind: Any, *arguments: Any) -> Any:
+    return kind.__new__(kind, *arguments)
+
+
+@functools.cache
+def _subclass(methods: Any, kind: Any) -> Any:
+    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (methods, kind), own)
