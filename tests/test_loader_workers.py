@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
+import signal
 
 import pytest
 import torch
-from tests.loader_helpers import Numbers, Pairs, Seeds, epoch, sharded
+from tests.loader_helpers import Numbers, Pairs, Seeds, counted, epoch, sharded
 from tests.training_helpers import close, connected, double, sgd, train, weights
 from torch.utils.data import DataLoader
 
 import sherd
+from sherd import PeerLost
 from sherd.data import share
 
 
@@ -78,6 +81,41 @@ def test_training_with_forked_workers(ranks, persistent, strategies, transport):
 
 def test_training_with_spawned_workers(ranks):
     ranks(2).run(trained, "spawn", 1, True, ["zero2"], "host")
+
+
+def different_numbers():
+    """Hosts need not be alike: how far ahead a rank draws is its own business."""
+    with connected() as c:
+        torch.manual_seed(3)
+        options = {"num_workers": 2, "multiprocessing_context": "fork"} if c.rank else {}
+        loader = sharded(DataLoader(Numbers(9), 1, shuffle=True, **options), c)
+        found = []
+        for batch in loader:
+            found.append((batch.tolist(), share.current()))
+            c.barrier().wait()  # the exchange of a step
+        return found
+
+
+def test_ranks_may_have_different_numbers_of_workers(ranks):
+    torch.manual_seed(3)
+    plain = [batch.tolist() for batch in DataLoader(Numbers(9), 2, shuffle=True)]
+    assert counted(ranks(2).run(different_numbers)) == plain
+
+
+def killed():
+    with connected() as c:
+        loader = sharded(DataLoader(Numbers(40), 1, num_workers=2, multiprocessing_context="fork"), c)
+        batches = iter(loader)
+        next(batches)
+        if c.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerLost, match=r"rank 1 .* was killed by SIGKILL"):
+            c.barrier().wait()
+    return "survived"
+
+
+def test_workers_do_not_hide_that_their_rank_is_gone(ranks):
+    assert ranks(2).run(killed, expected_exits={1: -signal.SIGKILL})[0] == "survived"
 
 
 def kept_workers():

@@ -126,7 +126,7 @@ def waiting():
             peaks[-1] = max(peaks[-1], sum(held.nbytes for held in gradient._held.values()) / whole)
 
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(look)
+            parameter.register_hook(look)
         for step in range(6):
             peaks.append(0.0)
             used = layers - step % 2  # the last layer is the first of a backward

@@ -20,6 +20,7 @@ from sherd.data import shard
 from sherd.engine.choices import AccumulateAt, Choices, Gradients
 from sherd.engine.engine import Engine
 from sherd.engine.inventory import Inventory
+from sherd.engine.settings import compare_optimizers
 from sherd.engine.sync_batch_norm import share_statistics
 from sherd.errors import ConfigError, Diverged, nearest
 from sherd.strategies import Strategy, resolve
@@ -97,10 +98,12 @@ def distribute(
     inventory.compare(ranks)
     choices = _choices(chosen.choose(ranks, inventory.device), options)
     if optimizer is not None:
+        names = {id(parameter): name for name, parameter in zip(inventory.names, inventory.parameters, strict=True)}
+        compare_optimizers(ranks, optimizer, names, "at sherd.distribute")
         check_optimizer(optimizer, choices, chosen)
     for loader in loaders:
         shard(loader, ranks, loading, options.accumulate, announce=loader is loaders[0])
-    engine = Engine(ranks, inventory, choices, options)
+    engine = Engine(ranks, inventory, choices, options, optimizer)
     updater = None
     if optimizer is not None:
         updater = updater_for(optimizer, engine)

@@ -57,6 +57,7 @@ class Training:
             raise ConfigError(f"{type(optimizer).__name__} evaluates the loss several times per step; use accumulate=1")
 
         def evaluate() -> Any:
+            self.engine.accept_edits()  # the steps so far of its search
             loss = closure()
             if not self.engine.prepare_step():
                 raise SherdError(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import SequentialSampler
+from torch.utils.data import Sampler, SequentialSampler
 
 from sherd.comm import Communicator, labelled
 from sherd.data.dealing import deal, deal_whole, groups, iterations
@@ -85,7 +85,7 @@ class Samples:
         if type(self._sampler) is SequentialSampler:
             chunks = [range(len(self._sampler))]
         else:
-            chunks = _agreed(self._comm, source, len(self._sampler))
+            chunks = _agreed(self._comm, source, self._sampler)
         for group in groups(chunks, self._size, self._drop_last):
             indices, share = deal(group, self._comm.world, self._comm.rank)
             yield (indices if self._batch else indices[0]), share
@@ -105,7 +105,7 @@ class Batches:
         return Hands(self._deal(iter(self._batch_sampler)))
 
     def _deal(self, source: Iterator[Any]) -> Iterator[Hand]:
-        chunks = _agreed(self._comm, source, len(self._batch_sampler))
+        chunks = _agreed(self._comm, source, self._batch_sampler)
         for order, start, stop in groups(chunks, self._comm.world, drop_last=False):
             batches = order[start:stop]
             rows = [len(batch) if isinstance(batch, Sized) else 1 for batch in batches]
@@ -145,16 +145,17 @@ def _late(items: Iterable[Any]) -> Iterator[Any]:
     yield from items
 
 
-def _agreed(comm: Communicator, source: Iterator[Any], length: int) -> Iterator[Sequence[Any]]:
-    """What `source` gives on rank 0, on every rank. Collective.
+def _agreed(comm: Communicator, source: Iterator[Any], sampler: Any) -> Iterator[Sequence[Any]]:
+    """What `source`, an iterator of `sampler`, gives on rank 0, on every rank. Collective.
 
-    It comes in chunks, because a sampler may give more than its len() says, even without end.
+    It comes in chunks, because a sampler may give more than its len() says, even without end. torch's own do not.
     """
-    while True:
-        chunk = _from_leader(comm, list(itertools.islice(source, max(length, 1))))
-        if not chunk:
-            return
+    length, honest = max(len(sampler), 1), type(sampler).__module__ == Sampler.__module__
+    while chunk := _from_leader(comm, list(itertools.islice(source, length))):
         yield chunk
+        if honest:
+            next(source, None)  # it may draw random numbers at its end
+            return
 
 
 def _from_leader(comm: Communicator, items: list[Any]) -> Sequence[Any]:

@@ -1,14 +1,17 @@
 """What ranks tell each other at the end of a round, in one small sum.
 
 Some of it none of them knows alone: which parameters were used anywhere, whether every sum is finite, what all
-contributions weigh together, which buckets have late gradients. The rest must be the same everywhere, and is not if the
-ranks' programs have come apart: the step, how many backwards were made, which parameters require a gradient.
+contributions weigh together, which buckets have late gradients, whether somebody edited a parameter. The rest must be
+the same everywhere, and is not if the ranks' programs have come apart: the step, the backwards in its gradient, the
+optimizer's hyper-parameters, which parameters require a gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import torch
 
@@ -25,9 +28,14 @@ class Report:
 
     step: int
     backwards: int
+    """how many are in the gradient"""
+    settings: int
+    """a hash of the optimizer's hyper-parameters, below 2**20"""
     finite: bool
     weight: float
     weighed: bool
+    edited: bool
+    """whether a parameter was edited since the last step"""
     late: Sequence[bool]
     """by bucket"""
     used: Sequence[bool]
@@ -44,36 +52,49 @@ class Agreement:
     weight: float
     weighing: float
     """the number of ranks that weighed"""
+    edited: bool
+    same_settings: bool
     late: list[bool]
     used: list[bool]
 
 
 def agree(comm: Communicator, report: Report, names: Sequence[str]) -> Agreement:
     """Sum the ranks' reports; raise if their programs have come apart. Collective."""
-    step, backwards = float(report.step), float(report.backwards)
-    head = [float(not report.finite), report.weight, float(report.weighed), step, step**2, backwards, backwards**2]
+    known = [float(not report.finite), report.weight, float(report.weighed), float(report.edited)]
+    common = [float(number) for number in (report.step, report.backwards, report.settings)]
     entries = [_TRAINABLE * can + has for can, has in zip(report.trainable, report.used, strict=True)]
-    mine = torch.tensor([*head, *map(float, report.late), *entries], dtype=torch.float64)
+    parts = [known, common, [number * number for number in common], list(map(float, report.late)), entries]
     with comm.counters.agreeing():
-        total: list[float] = comm.all_reduce(mine).wait().tolist()
-        bad, weight, weighing, *counts = total[: len(head)]
-        late, entries = total[len(head) : -len(entries) or None], total[len(total) - len(entries) :]
-        _compare_numbers(comm, report, counts)
+        total = comm.all_reduce(torch.tensor(list(chain.from_iterable(parts)), dtype=torch.float64)).wait()
+        found: list[list[float]] = [part.tolist() for part in torch.split(total, [len(part) for part in parts])]
+        (bad, weight, weighing, edited), sums, squares, late, entries = found
+        # Numbers are the same exactly if the square of their sum is their count times the sum of their squares.
+        same = [one * one == comm.world * other for one, other in zip(sums, squares, strict=True)]
+        if not same[0] or not same[1]:
+            raise _apart(comm, report)
         _compare_trainable(comm, report, entries, names)
     used = [count % _TRAINABLE > 0 for count in entries]
-    return Agreement(bad == 0, weight, weighing, [count > 0 for count in late], used)
+    return Agreement(bad == 0, weight, weighing, edited > 0, same[2], [count > 0 for count in late], used)
 
 
-def _compare_numbers(comm: Communicator, report: Report, counts: Sequence[float]) -> None:
-    step, step_squares, backwards, backwards_squares = counts
-    # Numbers are all the same exactly if the square of their sum is their count times the sum of their squares.
-    if step**2 != comm.world * step_squares:
-        steps = comm.all_gather_object(report.step)
-        raise _diverged(steps, lambda step: f"is in step {step}", "take the same steps on every rank")
-    if backwards**2 != comm.world * backwards_squares:
-        made = comm.all_gather_object(report.backwards)
-        fix = "make as many on every rank; one without data can be given no weight: sherd.weigh(model, 0)"
-        raise _diverged(made, lambda count: f"made {count} backwards for step {report.step}", fix)
+def first_different(everybody: Sequence[Any]) -> int:
+    """The first rank that says something else than rank 0, or 0."""
+    return next((rank for rank, theirs in enumerate(everybody) if theirs != everybody[0]), 0)
+
+
+def _apart(comm: Communicator, report: Report) -> Diverged:
+    everybody = comm.all_gather_object((report.step, report.backwards))
+    rank = first_different(everybody)
+    (step, backwards), (other_step, other_backwards) = everybody[0], everybody[rank]
+    if step != other_step:
+        what = f"rank 0 is in step {step} and rank {rank} in step {other_step}; take the same steps on every rank"
+    else:
+        what = (
+            f"in step {step} the gradient has {backwards} backwards on rank 0 and {other_backwards} on rank {rank}; "
+            f"call backward and zero_grad alike on every rank (one without data can weigh nothing: "
+            f"sherd.weigh(model, 0))"
+        )
+    return Diverged(f"the ranks have come apart: {what}", ranks=(0, rank))
 
 
 def _compare_trainable(comm: Communicator, report: Report, counts: Sequence[float], names: Sequence[str]) -> None:
@@ -86,11 +107,3 @@ def _compare_trainable(comm: Communicator, report: Report, counts: Sequence[floa
                 f"{no}; set requires_grad alike on every rank",
                 ranks=(yes, no),
             )
-
-
-def _diverged(found: Sequence[int], words: Callable[[int], str], fix: str) -> Diverged:
-    other = next(rank for rank, number in enumerate(found) if number != found[0])
-    return Diverged(
-        f"the ranks have come apart: rank 0 {words(found[0])} and rank {other} {words(found[other])}; {fix}",
-        ranks=(0, other),
-    )

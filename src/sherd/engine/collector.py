@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from sherd.comm import labelled
 from sherd.engine.gradients import RingGradients
 from sherd.engine.layout import ShardLayout
 
@@ -24,6 +25,8 @@ class Collector:
 
     def __init__(self, layout: ShardLayout, gradients: RingGradients) -> None:
         self._gradients = gradients
+        self.label = ""
+        """What errors call these rounds."""
         self.order: list[int] = []
         """The order in which buckets are launched, the same on all ranks."""
         self.used: list[bool] = []
@@ -90,7 +93,7 @@ class Collector:
         self._late = {}
         for bucket in self.order:
             if buckets[bucket]:
-                self._gradients.launch(bucket, op)
+                self._launch(bucket, op)
 
     @property
     def launched(self) -> int:
@@ -110,4 +113,8 @@ class Collector:
         self._launched += 1
         self._launched_complete += not self._missing[bucket]
         self._is_launched[bucket] = True
-        self._gradients.launch(bucket, op)
+        self._launch(bucket, op)
+
+    def _launch(self, bucket: int, op: str) -> None:
+        with labelled(self.label):
+            self._gradients.launch(bucket, op)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
 from sherd.comm import Communicator, labelled
-from sherd.engine.edits import EditGuard, checksum
+from sherd.engine.edits import EditGuard, compare_values
 from sherd.engine.inventory import Inventory
 from sherd.engine.stores import ParameterStore
-from sherd.errors import Diverged
 
 
 class Editing:
@@ -22,8 +20,7 @@ class Editing:
         self._comm = comm
         self._store = store
         self._guard = guard
-        self._names = inventory.names
-        self._parameters = inventory.parameters
+        self._inventory = inventory
         self._indices = {id(parameter): index for index, parameter in enumerate(inventory.parameters)}
         self._lent: set[int] = set()
 
@@ -48,7 +45,7 @@ class Editing:
             yield
             if compare:
                 with labelled("the end of full_parameters"):
-                    self._compare(indices)
+                    compare_values(self._comm, self._inventory, indices, "inside full_parameters")
         except BaseException:
             self._store.take_back(indices)
             raise
@@ -57,17 +54,3 @@ class Editing:
         with labelled("writing parameters back"):
             self._store.write(indices)
         self._guard.accept()
-
-    def _compare(self, indices: list[int]) -> None:
-        mine = torch.tensor([checksum(self._parameters[index]) for index in indices], dtype=torch.int64)
-        with self._comm.counters.agreeing():
-            everybody = self._comm.all_gather(mine).wait().view(self._comm.world, -1)
-        different = (everybody != everybody[0]).nonzero()
-        if different.numel():
-            rank, at = different[0].tolist()
-            name = self._names[indices[at]]
-            raise Diverged(
-                f"parameter {name!r} was edited differently on rank 0 and rank {rank} inside full_parameters, and no "
-                f"edit was taken; make the same edits on every rank (random ones: from the same seed)",
-                ranks=(0, rank),
-            )

@@ -7,14 +7,16 @@ same address, at the version of the last legitimate change; with checksums, that
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sherd.comm import Communicator
 from sherd.engine.inventory import Inventory
 from sherd.engine.stores import ParameterStore
-from sherd.errors import SherdError
+from sherd.errors import Diverged, SherdError
 
 
 class EditGuard:
@@ -32,6 +34,8 @@ class EditGuard:
 
     def accept(self) -> None:
         """Parameters are as they should be."""
+        self.edited = False
+        """Whether some were edited since that are not shared: that is all right, if all ranks do the same."""
         self._addresses = [parameter.data_ptr() for parameter in self._parameters]
         self._dtypes = [parameter.dtype for parameter in self._parameters]
         self._shapes = [parameter.shape for parameter in self._parameters]
@@ -50,11 +54,11 @@ class EditGuard:
                     "was moved out of the memory that its ranks train",
                     "call model.to(...), or whatever resized it, before sherd.distribute",
                 )
-            if parameter._version != self._versions[index] and self._store.shared:
-                self._refuse_edit(index)
+            if parameter._version != self._versions[index]:
+                self._note_edit(index)
         for index, (parameter, before) in enumerate(zip(self._parameters, self._sums, strict=bool(self._sums))):
-            if self._store.shared and checksum(parameter) != before:
-                self._refuse_edit(index)
+            if checksum(parameter) != before:
+                self._note_edit(index)
 
     def _check_model(self) -> None:
         """Some module was changed: refuse it unless the parameters are the same, as where one wraps another now."""
@@ -79,7 +83,10 @@ class EditGuard:
                 )
         self._places = _places(self._model)
 
-    def _refuse_edit(self, index: int) -> None:
+    def _note_edit(self, index: int) -> None:
+        self.edited = True
+        if not self._store.shared:
+            return
         self._refuse(
             self._names[index],
             "was edited outside full_parameters; it is shared by the ranks of this host, so each rank's edit adds up",
@@ -101,6 +108,21 @@ def _places(model: nn.Module) -> list[tuple[dict[str, Any], int, str, object]]:
         for registry in (module._parameters, module._modules)
         for key, held in (registry or {"": None}).items()
     ]
+
+
+def compare_values(comm: Communicator, inventory: Inventory, indices: Sequence[int], when: str) -> None:
+    """Refuse parameters whose values differ between ranks. Collective."""
+    mine = torch.tensor([checksum(inventory.parameters[index]) for index in indices], dtype=torch.int64)
+    with comm.counters.agreeing():
+        everybody = comm.all_gather(mine).wait().view(comm.world, -1)
+    different = (everybody != everybody[0]).nonzero()
+    if different.numel():
+        rank, at = different[0].tolist()
+        raise Diverged(
+            f"{when} parameter {inventory.names[indices[at]]!r} was edited differently on rank 0 and rank {rank}; make "
+            f"the same edits on every rank (random ones: from the same seed)",
+            ranks=(0, rank),
+        )
 
 
 def checksum(parameter: Tensor) -> int:

@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from torch.optim import Optimizer
+
 from sherd import observe
 from sherd.comm import Communicator, labelled
 from sherd.config import StepOptions
@@ -25,6 +27,7 @@ from sherd.engine.layout import ShardLayout
 from sherd.engine.rounds import Rounds
 from sherd.engine.stores import HostStore, ParameterStore, PrivateStore, ReplicaStore
 from sherd.engine.trained import Trained
+from sherd.engine.watch import Watch
 from sherd.errors import Diverged, SherdError
 
 log = logging.getLogger("sherd")
@@ -39,7 +42,14 @@ _STORES: dict[Parameters, type[ParameterStore]] = {
 class Engine:
     """Training of one model on one rank."""
 
-    def __init__(self, comm: Communicator, inventory: Inventory, choices: Choices, options: StepOptions) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        inventory: Inventory,
+        choices: Choices,
+        options: StepOptions,
+        optimizer: Optimizer | None = None,
+    ) -> None:
         self.comm = comm
         self.inventory = inventory
         self.choices = choices
@@ -49,7 +59,8 @@ class Engine:
         self.store = _STORES[choices.parameters](comm, self.trained)
         self.store.from_leader(inventory.buffers)
         self._guard = EditGuard(inventory, self.store, comm.rank, checksums=options.check == "edits")
-        self.rounds = Rounds(comm, self.trained, choices, options, check=self._guard.check, unfreeze=self._unfreeze)
+        watch = Watch(comm, inventory, self._guard, optimizer)
+        self.rounds = Rounds(comm, self.trained, choices, options, watch, unfreeze=self._unfreeze)
         self._buffers = BufferSync(comm, inventory, options.sync_buffers)
         self.editing = Editing(comm, inventory, self.store, self._guard)
         self.on_growth: list[Callable[[], None]] = []
@@ -69,6 +80,10 @@ class Engine:
     def steps(self) -> int:
         """How many steps were taken."""
         return self.rounds.number
+
+    def accept_edits(self) -> None:
+        """What was done to the parameters is an update of their optimizer's."""
+        self._guard.accept()
 
     def prepare_step(self) -> bool:
         """Whether this `step()` is a real one and its gradient is fit for it. Collective if it is real."""

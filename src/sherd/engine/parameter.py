@@ -6,8 +6,10 @@ leaf in C++ and never asks Python for it.
 
 from __future__ import annotations
 
+import io
 import sys
 import weakref
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 _RAW: Any = torch.Tensor.grad
 _MODULE_ZERO_GRAD = nn.Module.zero_grad.__code__
+_PARAMETER_NEW: Any = nn.Parameter.__new__
 _ANY = torch.empty(0)
 
 
@@ -74,7 +77,28 @@ class ShardedParameter(nn.Parameter):
         return plain.__reduce_ex__(protocol)
 
 
+def _construct(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+    """`nn.Parameter(data)`, for which torch wants the class of `data.detach()` to be that of `data`."""
+    if isinstance(data, ShardedParameter):
+        data = data.detach()
+    return _PARAMETER_NEW(cls, data, requires_grad)
+
+
+def _by_value(parameter: ShardedParameter) -> Any:
+    """How it is sent to another process: torch would send a handle to memory that is gone before it arrives."""
+    buffer = io.BytesIO()
+    torch.save(parameter.detach(), buffer)
+    return _rebuild, (buffer.getvalue(), parameter.requires_grad)
+
+
+def _rebuild(data: bytes, requires_grad: bool) -> nn.Parameter:
+    return nn.Parameter(torch.load(io.BytesIO(data)), requires_grad)
+
+
 def adopt(parameter: nn.Parameter, source: GradientSource, entry: int) -> None:
     """Make `source` the one that knows the gradient of `parameter`."""
+    if nn.Parameter.__new__ is not _construct:
+        nn.Parameter.__new__ = staticmethod(_construct)  # type: ignore[method-assign]
+        ForkingPickler.register(ShardedParameter, _by_value)
     parameter.__class__ = ShardedParameter
     parameter.__dict__["_sherd"] = (weakref.ref(source), entry)

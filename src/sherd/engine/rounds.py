@@ -28,6 +28,7 @@ from sherd.engine.layout import ShardLayout
 from sherd.engine.norms import BlockNorms
 from sherd.engine.parameter import raw_grad, set_raw_grad
 from sherd.engine.trained import Trained
+from sherd.engine.watch import Watch
 from sherd.engine.whole_gradients import ReplicatedGradients, WholeGradients
 from sherd.engine.window import Weights, Window
 from sherd.errors import ConfigError, SherdError
@@ -42,11 +43,7 @@ _KINDS: dict[Gradients, type[RingGradients]] = {
 
 
 class Rounds:
-    """The gradients of one model on one rank.
-
-    `check` is called before each round that concerns it, `unfreeze` before each round with the parameters that require
-    a gradient and are not trained yet.
-    """
+    """The gradients of one model on one rank. `unfreeze` is called with parameters that are to be trained too."""
 
     def __init__(
         self,
@@ -54,7 +51,7 @@ class Rounds:
         trained: Trained,
         choices: Choices,
         options: StepOptions,
-        check: Callable[[], None],
+        watch: Watch,
         unfreeze: Callable[[list[int]], None],
     ) -> None:
         self.window = Window(options.accumulate)
@@ -70,11 +67,11 @@ class Rounds:
         self._factor = 1.0
         self._holding = False
         self._touched = False
-        self._backwards = 0  # since ranks last agreed
+        self._backwards = 0  # in the gradient
         self._learned = False
         self._arrivals: list[int] = []
         self._broken: BaseException | None = None
-        self._check = check
+        self._watch = watch
         self._unfreeze = unfreeze
         self._sparse: set[int] = set()
         self._hooked = 0
@@ -144,6 +141,7 @@ class Rounds:
         if not self.window.open and not any(self.access.used) and not any(self._collector.used):
             self._weights.forget()  # somebody dropped it all: model.zero_grad()
             self._norms.forget()
+            self._backwards = 0
 
     def _hook(self, entry: int) -> Callable[[Tensor], None]:
         rounds = weakref.ref(self)  # torch keeps hooks where the garbage collector may not see a cycle
@@ -166,6 +164,7 @@ class Rounds:
             self._backwards += 1
             self.window.begin()
             self._collector.start()
+            self._collector.label = f"a backward of step {self.number}"
         if gradient.requires_grad:
             raise SherdError(
                 f"rank {self._comm.rank}: backward(create_graph=True) on a distributed model would lose the graph of "
@@ -190,7 +189,7 @@ class Rounds:
                 f"rank {self._comm.rank}: this backward was not started by loss.backward() or torch.autograd.backward, "
                 f"so its end would go unnoticed; call one of these"
             )
-        self._check()
+        self._watch.check()
 
     def _warn_sparse(self, entry: int) -> None:
         if entry not in self._sparse:
@@ -238,23 +237,24 @@ class Rounds:
     def _agree(self, late: Sequence[bool]) -> list[bool]:
         """Tell the other ranks how it went here, and take over how it went everywhere; gives which buckets are late."""
         weights, collector = self._weights, self._collector
-        trainable = [parameter.requires_grad for parameter in self._trained.parameters]
         report = Report(
             step=self.number,
             backwards=self._backwards,
+            settings=self._watch.settings(),
             finite=self._norms.finite(),
             weight=weights.local,
             weighed=bool(weights.weighed),
+            edited=self._watch.edited,
             late=late,
             used=collector.used,
-            trainable=trainable,
+            trainable=[parameter.requires_grad for parameter in self._trained.parameters],
         )
         agreed = agree(self._comm, report, self._trained.names)
+        self._watch.agreed(agreed, self.number)
         self.finite = agreed.finite
         weights.agreed(agreed.weight, agreed.weighing, self._comm.world)
         self.access.used = [before or used for before, used in zip(self.access.used, agreed.used, strict=True)]
         collector.forget()  # who drops a gradient now must not find it used again
-        self._backwards = 0
         return agreed.late
 
     def _learn(self) -> None:
@@ -292,6 +292,10 @@ class Rounds:
     def settle(self) -> None:
         """Make the gradient whole: nothing is local any more, nothing under way, and weights are divided out."""
         changed = self._edited.union(self.access.collect())
+        if not self._backwards:
+            # Nothing else would tell the other ranks, and one that has skipped a backward would go on by itself.
+            with labelled(f"step {self.number} without a backward"):
+                self._agree([False] * len(self.layout.buckets))
         if any(self.gradients.local(bucket) for bucket in range(len(self.layout.buckets))):
             self._collector.start()
             self._reduce_rest()
@@ -372,7 +376,7 @@ class Rounds:
             self.gradients.forget()
             self._collector.forget()
             self.access.forget()
-            self._backwards = 0
+        self._backwards = 0
         self._norms.forget()  # after settle(), which measures what was done to p.grad
         self._stale.clear()
         self._edited.clear()
