@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 RANKS ?= 2
 
-.PHONY: help train test lint unit fuzz bench-collectives bench-training bench-memory clean
+.PHONY: help train test lint unit fuzz docs bench-collectives bench-training bench-memory clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -12,7 +12,7 @@ help: ## list the targets
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,test]'
 	touch $@
 
 train: $(READY) ## train a small GPT on RANKS (2) ranks of this machine
@@ -31,6 +31,9 @@ unit: $(READY) ## all tests
 
 fuzz: $(READY) ## long randomised runs
 	$(BIN)/python -m pytest -m fuzz --timeout 1200
+
+docs: $(READY) ## write docs/what-works.md from the tests
+	$(BIN)/python -m tests.what_works
 
 bench-collectives: $(READY) ## gloo and the host transport, interleaved in one run
 	$(BIN)/python -m benchmarks.collectives

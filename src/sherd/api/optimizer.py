@@ -7,6 +7,7 @@ loggers and the user hold, and `isinstance` still says what it is.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +61,10 @@ class Distributed(_Base):
         super().add_param_group(param_group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain, (type(self).__bases__[1], self.__getstate__())
+        """A copy is a plain optimizer of its own class, with the whole state. Collective, as `state_dict` is."""
+        kind, state = type(self).__bases__[1], self.__getstate__()
+        whole = defaultdict(dict, training_of(self).whole_state())
+        return _plain, (kind, {**state, "state": whole})
 
 
 def adopt(optimizer: Optimizer) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sherd.api.updaters import WholeUpdater, check_parameters
+from sherd.comm import labelled
 from sherd.engine.engine import Engine
 from sherd.engine.optimizer_shard import OptimizerShard
 from sherd.errors import ConfigError, SherdError
@@ -75,7 +76,13 @@ class Training:
 
     def optimizer_state(self) -> dict[str, Any]:
         """What `optimizer.state_dict()` gives."""
-        return self.updater.state_dict(self.engine.comm)
+        with labelled(f"optimizer.state_dict() after step {self.engine.steps}"):
+            return self.updater.state_dict(self.engine.comm)
+
+    def whole_state(self) -> dict[Any, Any]:
+        """What a copy of the optimizer keeps as its `state`."""
+        with labelled(f"a copy of the optimizer after step {self.engine.steps}"):
+            return self.updater.whole_state(self.engine.comm)
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """What `optimizer.load_state_dict(state)` does."""

@@ -29,6 +29,9 @@ class WholeUpdater:
     def step(self, used: Sequence[bool], closure: Any = None) -> Any:
         return step_unhooked(self._optimizer, self._kind, *(() if closure is None else (closure,)))
 
+    def whole_state(self, comm: Communicator) -> dict[Any, Any]:
+        return dict(self._optimizer.state)
+
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
         return self._kind.state_dict(self._optimizer)
 

@@ -116,8 +116,8 @@ class OptimizerShard:
         for group, inner_group in zip(self._optimizer.param_groups, inner.param_groups, strict=True):
             _update(group, hyper_parameters(inner_group))
 
-    def state_dict(self, comm: Communicator) -> dict[str, Any]:
-        """The state of whole parameters on every rank, as torch's own `state_dict` gives it. Collective."""
+    def whole_state(self, comm: Communicator) -> dict[Any, Any]:
+        """The state of whole parameters, by parameter, as the user's object would keep it. Collective."""
         if (comm.rank, comm.world) != (self._owner, self._layout.world):
             raise ConfigError(
                 f"owner {self._owner} of {self._layout.world} got the communicator of rank {comm.rank} of {comm.world}"
@@ -125,12 +125,17 @@ class OptimizerShard:
             )
         self._follow()
         whole, other = gather_state(comm, self._layout, self._values, self._chunks, self._state)
-        # In the user's object for a moment, so that its class and its hooks make the dict.
+        state: dict[Any, Any] = {}
         for parameter in (parameter for group in self._optimizer.param_groups for parameter in group["params"]):
             entry = self._entries.get(parameter)
             if kept := self._state.get(parameter) if entry is None else whole.get(entry):
-                self._optimizer.state[parameter] = kept
-        self._optimizer.state.update(other)
+                state[parameter] = kept
+        return {**state, **other}
+
+    def state_dict(self, comm: Communicator) -> dict[str, Any]:
+        """The state of whole parameters on every rank, as torch's own `state_dict` gives it. Collective."""
+        # In the user's object for a moment, so that its class and its hooks make the dict.
+        self._optimizer.state.update(self.whole_state(comm))
         try:
             return self._kind.state_dict(self._optimizer)
         finally:

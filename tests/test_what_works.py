@@ -1,0 +1,81 @@
+"""Every case of tests/what_works, the page that is made from them, and whether a wrong case is found out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.training_helpers import double, loss_of, sgd, train, weights
+from tests.what_works import every_case
+from tests.what_works.cases import Case
+from tests.what_works.page import COMMAND, PAGE, page
+from tests.what_works.running import verify
+
+CASES = every_case()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(ranks, name):
+    verify(CASES[name], ranks(2))
+
+
+def test_the_page_is_what_the_cases_say():
+    assert PAGE.read_text() == page(), f"docs/{PAGE.name} is stale: run `{COMMAND}`"
+
+
+# -------------------------------------------------------------------- a wrong case is found out
+
+
+def other_rows(run):
+    model = double()
+    model, optimizer = run.distribute(model, sgd(model))
+    train(model, optimizer, run.batches(start=0 if run.plain else 1))
+    return weights(model)
+
+
+def ranks_differ(run):
+    return {"rank": torch.tensor(float(run.rank))}
+
+
+def strategies_differ(run):
+    return {"strategy": run.strategy}
+
+
+def nothing_to_compare(run):
+    return {}
+
+
+def raises(run):
+    if run.strategy == "zero1":
+        raise ValueError("something else")
+    return {"number": 1}
+
+
+def refused_on_one_rank(run):
+    model = double()
+    model, _ = run.distribute(model, sgd(model))
+    if run.rank == 0:
+        loss_of(model, next(run.batches())).backward(create_graph=True)
+
+
+def refused_in_other_words(run):
+    model = double()
+    model, _ = run.distribute(model, sgd(model))
+    loss_of(model, next(run.batches())).backward(create_graph=True)
+
+
+WRONG = {
+    other_rows: (None, r"the ranks, and plain torch: 0\.weight differs by"),
+    ranks_differ: (None, r"on rank 1, and ddp on rank 0: rank differs by 1"),
+    strategies_differ: (None, r"zero1 on rank 0, .*'zero1' and 'ddp'"),
+    nothing_to_compare: (None, "nothing was compared"),
+    raises: (None, "raises under zero1: ValueError: something else"),
+    refused_on_one_rank: ("create_graph", "on rank 1 was not refused"),
+    refused_in_other_words: ("another reason", "expected 'another reason'"),
+}
+
+
+@pytest.mark.parametrize("script", WRONG, ids=lambda script: script.__name__)
+def test_a_wrong_case_fails(ranks, script):
+    refusal, match = WRONG[script]
+    with pytest.raises((AssertionError, RuntimeError), match=match):
+        verify(Case("Wrong", "a wrong case", "", script, refusal=refusal), ranks(2))

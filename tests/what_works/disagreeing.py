@@ -1,0 +1,235 @@
+"""Ranks that do different things: an error on every rank that names them, at once."""
+
+from __future__ import annotations
+
+import torch
+from tests.training_helpers import SHARDED, adamw, double, loss_of, sgd, train, weights
+from tests.what_works.cases import case, refused
+
+SECTION = "Ranks that disagree"
+BOTH = r"(?=.*rank 0\b)(?=.*rank 1\b)"  # in any order
+STEP = r"(?=.*step \d)"
+BIAS = BOTH + r"(?=.*0\.bias)"
+
+
+def _distributed(run, **options):
+    model = double()
+    return run.distribute(model, sgd(model), **options)
+
+
+def _step(model, optimizer, data, backward=True, step=True, zero=True):
+    """One turn of the loop, or a part of it."""
+    if backward:
+        loss_of(model, data).backward()
+    if step:
+        optimizer.step()
+    if zero:
+        optimizer.zero_grad()
+
+
+@case(SECTION, "Batches of different sizes", "each rank's mean counts the same; `sherd.weigh` counts rows instead")
+def batch_sizes(run):
+    model, optimizer = _distributed(run)
+    for x, y in type(run)().batches():
+        parts = [(x[:2], y[:2]), (x[2:], y[2:])]
+        mine = parts if run.plain else [parts[run.rank]]
+        torch.stack([loss_of(model, part) for part in mine]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+@case(SECTION, "A different number of evaluations or logged losses", "nothing of it is collective")
+def evaluations(run):
+    model, optimizer = _distributed(run)
+    for data in run.batches():
+        _step(model, optimizer, data)
+        with torch.no_grad():
+            for _ in range(run.rank * 3):
+                loss_of(model, data).item()
+    return weights(model)
+
+
+@refused(
+    SECTION,
+    "A rank that runs out of batches earlier",
+    "the others are told that it left: give every rank the same number of batches",
+    match=r"rank 1\b.* left.*step \d",
+    on=(0,),
+)
+def leaves_early(run):
+    model, optimizer = _distributed(run)
+    train(model, optimizer, run.batches(3 - run.rank))
+
+
+def _skips(run, when, **skipped):
+    model, optimizer = _distributed(run)
+    for step, data in enumerate(run.batches(4)):
+        _step(model, optimizer, data, **(skipped if run.rank == 1 and step == when else {}))
+
+
+@refused(
+    SECTION,
+    "A rank that skips the `backward()` of the first step",
+    "call `backward()` on every rank; multiply the loss by 0 where there is nothing to learn",
+    match=BOTH + STEP,
+)
+def skips_first_backward(run):
+    _skips(run, 0, backward=False)
+
+
+@refused(SECTION, "A rank that skips a later `backward()`", "the same", match=BOTH + STEP)
+def skips_backward(run):
+    _skips(run, 2, backward=False)
+
+
+@refused(SECTION, "A rank that skips the last `backward()`", "the same", match=BOTH + STEP)
+def skips_last_backward(run):
+    _skips(run, 3, backward=False)
+
+
+@refused(SECTION, "A rank that skips a `step()`", "call `step()` on every rank", match=BOTH + STEP)
+def skips_step(run):
+    _skips(run, 1, step=False)
+
+
+@refused(SECTION, "A rank that skips a whole turn of the loop", "give every rank as many batches", match=BOTH + STEP)
+def skips_turn(run):
+    model, optimizer = _distributed(run)
+    for step, data in enumerate(run.batches(4)):
+        if not (run.rank == 1 and step == 2):
+            _step(model, optimizer, data)
+    run.barrier()
+
+
+@refused(SECTION, "A rank that skips a `zero_grad()`", "call it on every rank", match=BOTH + STEP)
+def skips_zero_grad(run):
+    _skips(run, 1, zero=False)
+
+
+@refused(SECTION, "A rank that throws a gradient away and makes another", "do so on every rank", match=BOTH + STEP)
+def begins_again(run):
+    model, optimizer = _distributed(run)
+    for step, data in enumerate(run.batches(3)):
+        if run.rank == 1 and step == 1:
+            _step(model, optimizer, data, step=False)
+        _step(model, optimizer, data)
+
+
+@refused(SECTION, "A rank that calls `backward()` once more", "call it as often on every rank", match=BOTH + STEP)
+def one_backward_more(run):
+    model, optimizer = _distributed(run)
+    for step, data in enumerate(run.batches(3)):
+        if run.rank == 1 and step == 1:
+            loss_of(model, data).backward()
+        _step(model, optimizer, data)
+
+
+@refused(
+    SECTION,
+    "Parameters that are trainable on some ranks only, at `distribute`",
+    "build the same model on every rank",
+    match=r"the ranks' models differ: rank 0 has '0\.bias' .* where rank 1 has '0\.bias' .* frozen",
+)
+def frozen_on_one_rank(run):
+    model = double()
+    model[0].bias.requires_grad_(run.rank == 0)
+    run.distribute(model, sgd(model))
+
+
+def _changes(run, before, after):
+    """Rank 1 changes what is trainable between two steps."""
+    model = double()
+    model[0].bias.requires_grad_(before)
+    model, optimizer = run.distribute(model, sgd(model))
+    train(model, optimizer, run.batches(2))
+    if run.rank == 1:
+        model[0].bias.requires_grad_(after)
+    train(model, optimizer, run.batches(2))
+
+
+@refused(SECTION, "A parameter frozen later on one rank", "do it on every rank", match=BIAS)
+def frozen_later_on_one_rank(run):
+    _changes(run, True, False)
+
+
+@refused(SECTION, "A parameter unfrozen later on one rank", "do it on every rank", match=BIAS)
+def unfrozen_later_on_one_rank(run):
+    _changes(run, False, True)
+
+
+@refused(
+    SECTION,
+    "Different options of `distribute`",
+    "call it with the same options on every rank",
+    match=r"the ranks' options differ: rank 0 has .*accumulate=1.* where rank 1 has .*accumulate=2",
+)
+def other_options(run):
+    _distributed(run, accumulate=1 + run.rank)
+
+
+OPTIMIZERS = BOTH + r"(?=.*optimizer)"
+RATES = BOTH + r"(?=.*lr)"
+
+
+@refused(SECTION, "Optimizers of different classes", "build the same one on every rank", match=OPTIMIZERS)
+def other_optimizers(run):
+    model = double()
+    run.distribute(model, (sgd, adamw)[run.rank](model))
+
+
+@refused(SECTION, "Optimizers with different options", "build the same one on every rank", match=RATES)
+def other_rates(run):
+    model = double()
+    run.distribute(model, sgd(model, lr=0.1 * (1 + run.rank)))
+
+
+@refused(
+    SECTION,
+    "A learning rate that differs later",
+    "as when each rank gives a plateau scheduler its own loss: give it the mean over the ranks",
+    match=RATES + STEP,
+)
+def other_rates_later(run):
+    model, optimizer = _distributed(run)
+    for step, data in enumerate(run.batches()):
+        optimizer.param_groups[0]["lr"] *= 1 - 0.5 * run.rank * (step == 1)
+        _step(model, optimizer, data)
+
+
+@refused(SECTION, "`add_param_group` on one rank", "call it on every rank", match=BOTH + r"(?=.*group)")
+def group_on_one_rank(run):
+    model = double()
+    model, optimizer = run.distribute(model, torch.optim.SGD(model[2].parameters(), lr=0.1))
+    train(model, optimizer, run.batches(2))
+    if run.rank == 1:
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+    train(model, optimizer, run.batches(2))
+
+
+@refused(
+    SECTION,
+    "Models of different shapes",
+    "build the same model on every rank",
+    match=r"the ranks' models differ: rank 0 has '0\.weight' .*\[7, 15\] where rank 1 has '0\.weight' .*\[8, 15\]",
+)
+def other_shapes(run):
+    model = torch.nn.Sequential(torch.nn.Linear(15, 7 + run.rank))
+    run.distribute(model, sgd(model))
+
+
+@refused(
+    SECTION,
+    "`p.grad` read on one rank under ZeRO",
+    "read it on every rank",
+    match=BOTH,
+    strategies=SHARDED,
+)
+def reads_alone(run):
+    model, optimizer = _distributed(run)
+    for data in run.batches():
+        loss_of(model, data).backward()
+        if run.rank == 1:
+            model[0].weight.grad.norm()
+        optimizer.step()
+        optimizer.zero_grad()
