@@ -39,6 +39,7 @@ def describe(layout: Description) -> dict[str, Any]:
     """Plain data for `layout`."""
     entries = [
         {"name": entry.name, "shape": list(entry.shape), "dtype": entry.dtype, "placement": entry.placement.value}
+        | ({} if entry.order is None else {"order": list(entry.order)})
         for entry in layout.entries
     ]
     buckets: list[dict[str, Any]] = []
@@ -86,12 +87,13 @@ def read(data: Mapping[str, Any]) -> Description:
 
 def _entry(index: int, item: Any) -> Entry:
     where = f"entry {index}"
-    _fields(where, item, ("name", "shape", "dtype", "placement"))
+    _fields(where, item, ("name", "shape", "dtype", "placement"), optional="order")
     for key in ("name", "dtype"):
         if not isinstance(item[key], str):
             raise ConfigError(f"{where}: {key} must be a string, found {_short(item[key])}")
     shape = tuple(_count(f"{where}: shape", size) for size in _list(f"{where}: shape", item["shape"]))
-    return Entry(item["name"], shape, item["dtype"], Placement.parse(item["placement"]))
+    order = _indices(f"{where}: order", item["order"], len(shape)) if "order" in item else None
+    return Entry(item["name"], shape, item["dtype"], Placement.parse(item["placement"]), order)
 
 
 def _bucket(index: int, item: Any, entries: Sequence[Entry], world: int) -> Packed:

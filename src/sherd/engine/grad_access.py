@@ -219,7 +219,7 @@ class GatheredGrads(GradAccess):
     def _view(self, whole: Tensor, entry: int) -> Tensor:
         layout = self._gradients.layout
         offset, described = layout.bucket_offset(entry), layout.entries[entry]
-        return whole[offset : offset + described.numel].view(described.shape)
+        return described.shaped(whole[offset : offset + described.numel])
 
     def _discard(self, entry: int) -> None:
         if not self.used[entry]:

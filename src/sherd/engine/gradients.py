@@ -89,7 +89,7 @@ class RingGradients:
 
     def take(self, entry: int, gradient: Tensor, factor: float) -> None:
         """Keep a contribution until its bucket is launched."""
-        gradient = gradient.reshape(-1)
+        gradient = self.layout.entries[entry].flattened(gradient)
         held = self._held.get(entry)
         if held is not None:
             gradient = torch.add(held, gradient, alpha=factor)  # the bits of WholeGradients: rounded once

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sherd.comm import Communicator
-from sherd.engine.entry import ITEMSIZE, Entry, dtype_name
+from sherd.engine.entry import ITEMSIZE, Entry, dtype_name, memory_order
 from sherd.engine.placement import padded
 from sherd.errors import ConfigError, Diverged
 
@@ -55,7 +55,8 @@ class Inventory:
 
     def entries(self, indices: Iterable[int]) -> list[Entry]:
         """These parameters as a layout sees them."""
-        return [Entry(self.names[i], tuple(self.parameters[i].shape), dtype_name(self.parameters[i])) for i in indices]
+        found = ((self.names[index], self.parameters[index]) for index in indices)
+        return [Entry(name, tuple(p.shape), dtype_name(p), order=memory_order(p)) for name, p in found]
 
     def bucket_numel(self, bucket_bytes: int | None) -> int:
         """Elements of a bucket: what was asked for, or a share of the model, so that a small one wastes nothing."""
@@ -68,8 +69,9 @@ class Inventory:
     def compare(self, comm: Communicator) -> None:
         """Refuse models that differ between ranks, before anything is shared. Collective."""
         mine: list[tuple[object, ...]] = []
-        mine += [(n, tuple(p.shape), dtype_name(p), p.requires_grad) for n, p in self.model.named_parameters()]
-        mine += [(n, tuple(b.shape), dtype_name(b), None) for n, b in self.model.named_buffers()]
+        for name, p in self.model.named_parameters():
+            mine.append((name, tuple(p.shape), dtype_name(p), p.requires_grad, memory_order(p)))
+        mine += [(name, tuple(b.shape), dtype_name(b), None, None) for name, b in self.model.named_buffers()]
         with comm.counters.agreeing():
             everybody = comm.all_gather_object(mine)
         for rank, theirs in enumerate(everybody):
@@ -97,5 +99,6 @@ def _difference(first: list[tuple[object, ...]], theirs: list[tuple[object, ...]
 
 
 def _words(item: tuple[object, ...]) -> str:
-    name, shape, dtype, trainable = item
-    return f"{name!r} {dtype}{list(shape)}{' frozen' if trainable is False else ''}"  # type: ignore[call-overload]
+    name, shape, dtype, trainable, order = item
+    memory = "" if order is None else f" with dimensions {order} in memory"
+    return f"{name!r} {dtype}{list(shape)}{' frozen' if trainable is False else ''}{memory}"  # type: ignore[call-overload]

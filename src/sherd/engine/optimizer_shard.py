@@ -214,7 +214,7 @@ class OptimizerShard:
             if entry is None:
                 self._state[parameter] = deepcopy(values)
             elif values and (chunks := self._chunks.get(entry)):
-                parts = cut_state(chunks, self._layout.entries[entry].shape, values, groups.get(parameter, {}))
+                parts = cut_state(chunks, self._layout.entries[entry], values, groups.get(parameter, {}))
                 self._state.update({chunk.value: part for chunk, part in zip(chunks, parts, strict=True)})
 
 

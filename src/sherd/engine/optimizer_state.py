@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sherd.comm.base import Communicator
+from sherd.engine.entry import Entry
 from sherd.engine.layout import ShardLayout
 from sherd.engine.placement import BLOCK, Placement, padded
 from sherd.engine.slicing import Bucket
@@ -83,16 +84,16 @@ def cut_chunks(
     return chunks
 
 
-def cut_state(chunks: Sequence[Chunk], shape: tuple[int, ...], state: State, group: Mapping[str, Any]) -> list[State]:
-    """For each chunk of a parameter of that shape its part of `state`, in dtypes as torch's `load_state_dict` has them.
+def cut_state(chunks: Sequence[Chunk], entry: Entry, state: State, group: Mapping[str, Any]) -> list[State]:
+    """For each chunk of a parameter its part of `state`, in dtypes as torch's `load_state_dict` has them.
 
     Nothing of it shares memory with `state`. `group` has the parameter's hyper-parameters.
     """
     parts: list[State] = [{} for _ in chunks]
     policy = [{**group, "params": [0]}]
     for key, value in state.items():
-        per_element = isinstance(value, Tensor) and value.shape == shape
-        flat = value.detach().reshape(-1) if per_element else value  # here, since it may have to copy all of it
+        per_element = isinstance(value, Tensor) and value.shape == entry.shape
+        flat = entry.flattened(value.detach()) if per_element else value  # here, since it may have to copy all of it
         for chunk, part in zip(chunks, parts, strict=True):
             if not isinstance(value, Tensor):
                 part[key] = deepcopy(_without_tensors(key, value))
@@ -131,7 +132,7 @@ def gather_state(
             gathered = comm.all_gather(own).wait()
             for member in having:
                 entry, begin = layout.entries[member], layout.bucket_offset(member)
-                whole[member][key] = gathered[begin : begin + entry.numel].clone().view(entry.shape)
+                whole[member][key] = entry.shaped(gathered[begin : begin + entry.numel].clone())
     return whole, everyone[0][1]
 
 

@@ -70,6 +70,7 @@ def _match(src: ShardLayout, dst: ShardLayout) -> None:
     for name, entry in ours.items():
         for what, found, expected in (
             ("shape", theirs[name].shape, entry.shape),
+            ("order", theirs[name].order, entry.order),
             ("dtype", theirs[name].dtype, entry.dtype),
         ):
             if found != expected:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sherd.comm import Communicator
-from sherd.engine.entry import dtype_of
+from sherd.engine.entry import dtype_of, memory_order
 from sherd.engine.flat import carve, numel_by_dtype
 from sherd.engine.trained import Trained
 
@@ -86,6 +86,9 @@ class ReplicaStore(ParameterStore):
 
     def _take_over(self) -> list[Tensor]:
         self._before: dict[int, Tensor] = {}
+        for parameter in self._parameters:
+            if not parameter.is_contiguous() and memory_order(parameter) is None:
+                parameter.data = parameter.detach().contiguous()  # as every other store would have it
         self.from_leader(self._parameters)
         return []
 
@@ -123,7 +126,7 @@ class FlatStore(ParameterStore):
         for entry, index in enumerate((*trained.indices, *frozen)):
             offset, parameter = layout.bucket_offset(entry), self._parameters[index]
             home = buckets[layout.bucket_of(entry).index][offset : offset + parameter.numel()]
-            homes[index] = _with_own_storage(home, parameter.shape)
+            homes[index] = layout.entries[entry].shaped(_with_own_storage(home))
         self.homes = [homes[index] for index in range(len(homes))]
         self.buckets = buckets[: len(trained.layout.buckets)]
         self._dormant = dict(zip(frozen, buckets[len(self.buckets) :], strict=True))
@@ -220,15 +223,13 @@ class HostStore(FlatStore):
         self._comm.barrier().wait()
 
 
-def _with_own_storage(flat: Tensor, shape: torch.Size) -> Tensor:
+def _with_own_storage(flat: Tensor) -> Tensor:
     """The same memory as a tensor whose storage is no larger than itself.
 
     Whoever saves or copies a view takes the whole storage: `torch.save` of one layer would write the whole model.
     """
     start = flat.storage_offset() * flat.element_size()
-    storage = flat.untyped_storage()[start : start + flat.nbytes]
-    contiguous = torch.empty(shape, device="meta").stride()
-    return flat.new_empty(0).set_(storage, 0, shape, contiguous)
+    return flat.new_empty(0).set_(flat.untyped_storage()[start : start + flat.nbytes], 0, flat.shape, (1,))
 
 
 def unexpand(tensor: Tensor) -> None:

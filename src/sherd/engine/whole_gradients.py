@@ -97,7 +97,7 @@ class WholeGradients(RingGradients):
     def _view(self, entry: int) -> Tensor:
         bucket, offset = self._homes[entry], self.layout.bucket_offset(entry)
         described = self.layout.entries[entry]
-        return self._buckets[bucket][offset : offset + described.numel].view(described.shape)
+        return described.shaped(self._buckets[bucket][offset : offset + described.numel])
 
 
 class ReplicatedGradients(WholeGradients):
