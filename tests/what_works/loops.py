@@ -314,7 +314,8 @@ class Checkpointed(nn.Module):
 
 def _checkpointed(run, reentrant):
     model = Checkpointed(reentrant)
-    model, optimizer = run.distribute(model, sgd(model))
+    # Small buckets: the block's second gradient comes when the bucket of its first one has been sent.
+    model, optimizer = run.distribute(model, sgd(model), bucket_bytes=1024)
     train(model, optimizer, run.batches())
     return weights(model)
 
@@ -390,6 +391,22 @@ def backward_to_some_parameters(run):
         optimizer.step()
         optimizer.zero_grad()
     return weights(model)
+
+
+@case("Loops", "A backward through a graph from before `step()`", "raises torch's own error: its weights have changed")
+def stale_graph(run):
+    model = double()
+    model, optimizer = run.distribute(model, sgd(model))
+    first, second = (loss_of(model, data) for data in run.batches(2))
+    first.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    raised = ""
+    try:
+        second.backward()
+    except RuntimeError as error:
+        raised = str(error)
+    return {"raised": "modified by an inplace operation" in raised, **weights(model)}
 
 
 @case("Loops", "Truncated backpropagation through time", "a hidden state that is detached between steps")

@@ -68,13 +68,35 @@ def agree(comm: Communicator, report: Report, names: Sequence[str]) -> Agreement
         total = comm.all_reduce(torch.tensor(list(chain.from_iterable(parts)), dtype=torch.float64)).wait()
         found: list[list[float]] = [part.tolist() for part in torch.split(total, [len(part) for part in parts])]
         (bad, weight, weighing, edited), sums, squares, late, entries = found
-        # Numbers are the same exactly if the square of their sum is their count times the sum of their squares.
-        same = [one * one == comm.world * other for one, other in zip(sums, squares, strict=True)]
+        same = [_same(one, other, comm.world) for one, other in zip(sums, squares, strict=True)]
         if not same[0] or not same[1]:
             raise _apart(comm, report)
         _compare_trainable(comm, report, entries, names)
     used = [count % _TRAINABLE > 0 for count in entries]
     return Agreement(bad == 0, weight, weighing, edited > 0, same[2], [count > 0 for count in late], used)
+
+
+def agree_on_edits(comm: Communicator, finite: bool, seen: int, step: int) -> bool:
+    """Whether gradients that were edited are finite everywhere; raise if ranks edited them differently. Collective.
+
+    `seen` is a hash of what this rank saw of them afterwards, below 2**20.
+    """
+    mine = torch.tensor([float(not finite), float(seen), float(seen) ** 2], dtype=torch.float64)
+    with comm.counters.agreeing():
+        bad, one, other = comm.all_reduce(mine).wait().tolist()
+        if not _same(one, other, comm.world):
+            rank = first_different(comm.all_gather_object(seen))
+            raise Diverged(
+                f"before step {step} p.grad was changed differently on rank 0 and rank {rank}; change it alike on all "
+                f"ranks (sherd.clip_grad_norm_ and clip_norm= give the same bits everywhere)",
+                ranks=(0, rank),
+            )
+    return bool(bad == 0)
+
+
+def _same(total: float, squares: float, world: int) -> bool:
+    """Whether numbers are all the same: exactly if the square of their sum is their count times the squares' sum."""
+    return total * total == world * squares
 
 
 def first_different(everybody: Sequence[Any]) -> int:

@@ -8,12 +8,14 @@ alone gets an error from the communicator, which names it.
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from torch import Tensor
 
 from sherd.comm import Communicator, labelled
+from sherd.engine.edits import checksum
 from sherd.engine.gradients import RingGradients
 from sherd.engine.parameter import adopt, raw_grad, set_raw_grad
 from sherd.engine.trained import Trained
@@ -26,6 +28,8 @@ class GradAccess(ABC):
 
     def __init__(self, gradients: RingGradients, trained: Trained) -> None:
         self.used: list[bool] = []
+        self.seen = 0
+        """A hash, below 2**20, of gradients that were edited: ranks that did the same see the same."""
         self._gradients = gradients
         self._parameters = trained.parameters
         self._names = trained.names
@@ -50,6 +54,9 @@ class GradAccess(ABC):
     def suspects(self) -> list[int]:
         """Buckets that may have been changed in a way that `collect` cannot see."""
         return []
+
+    def _see(self, gradient: Tensor) -> None:
+        self.seen = zlib.crc32(f"{self.seen} {checksum(gradient)}".encode()) >> 12
 
     @abstractmethod
     def forget(self) -> None:
@@ -110,6 +117,9 @@ class NativeGrads(GradAccess):
         for bucket in changed:
             if not any(self.used[member] for member in layout.buckets[bucket].members):
                 self._gradients.summed[bucket] = False  # model.zero_grad(): the next gradient is the first again
+        for bucket in sorted(changed):
+            if self._gradients.summed[bucket]:
+                self._see(self._gradients.sums[bucket])
         self._note()
         return sorted(changed)
 
@@ -121,6 +131,7 @@ class NativeGrads(GradAccess):
         for parameter in self._parameters:
             set_raw_grad(parameter, None)
         self.used = [False] * len(self.used)
+        self.seen = 0
         self._note()
 
     def _make_room(self, bucket: int) -> None:
@@ -194,6 +205,7 @@ class GatheredGrads(GradAccess):
     def collect(self) -> list[int]:
         changed, self._discarded = self._discarded, set()
         for bucket, whole in self._gathered.items():  # p.grad.data.clamp_() leaves no version to go by
+            self._see(whole)
             self._gradients.slices[bucket].copy_(whole.view(self._comm.world, -1)[self._comm.rank])
             self._gradients.summed[bucket] = True
             changed.add(bucket)
@@ -204,6 +216,7 @@ class GatheredGrads(GradAccess):
         self._gathered.clear()
         self._discarded.clear()
         self.used = [False] * len(self.used)
+        self.seen = 0
 
     def _home(self, entry: int) -> int:
         return self._gradients.layout.bucket_of(entry).index

@@ -18,7 +18,7 @@ from torch import Tensor
 from sherd.comm import Communicator, labelled
 from sherd.config import StepOptions
 from sherd.engine import backward
-from sherd.engine.agreement import Report, agree
+from sherd.engine.agreement import Report, agree, agree_on_edits
 from sherd.engine.choices import AccumulateAt, Choices, Gradients
 from sherd.engine.collector import Collector
 from sherd.engine.entry import dtype_name
@@ -303,9 +303,9 @@ class Rounds:
         if changed:
             for bucket in sorted(changed):
                 self._measure(bucket)
-            with self._comm.counters.agreeing(), labelled("what was done to p.grad"):
-                bad = torch.tensor([float(not self._norms.finite())], dtype=torch.float64)
-                self.finite = self._comm.all_reduce(bad).wait().item() == 0
+            with labelled(f"what was done to p.grad before step {self.number}"):
+                self.finite = agree_on_edits(self._comm, self._norms.finite(), self.access.seen, self.number)
+            self.access.seen = 0
         if self._weights.pointless:
             raise ConfigError("every weight of this step was 0, so its gradient has no mean; skip the step")
         self._divide()
