@@ -209,6 +209,20 @@ def group_on_one_rank(run):
 
 @refused(
     SECTION,
+    "Weights edited differently",
+    "make the same edits on every rank, random ones from the same seed (under ZeRO: inside `sherd.full_parameters`)",
+    match=BOTH + STEP + r"(?=.*'0\.weight' was edited differently)",
+    strategies=("ddp",),
+)
+def other_edits(run):
+    model, optimizer = _distributed(run)
+    torch.manual_seed(run.rank)
+    torch.nn.init.normal_(model[0].weight)
+    train(model, optimizer, run.batches())
+
+
+@refused(
+    SECTION,
     "Models of different shapes",
     "build the same model on every rank",
     match=r"the ranks' models differ: rank 0 has '0\.weight' .*\[7, 15\] where rank 1 has '0\.weight' .*\[8, 15\]",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from tests.log_lines import log_lines
 from tests.training_helpers import double, gradients, loss_of, sgd, train, weights
-from tests.what_works.cases import case
+from tests.what_works.cases import case, refused
 from torch import nn
 
 import sherd
@@ -130,6 +130,19 @@ def step_hooks(run):
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     train(model, optimizer, run.batches())
     return {"calls": calls, **weights(model)}
+
+
+@refused(
+    "Gradients",
+    "`p.register_post_accumulate_grad_hook(...)`",
+    "it would find no gradient: use `p.grad` after `backward()`, or `p.register_hook` for this rank's own",
+    match=r"'0\.weight' has a hook of register_post_accumulate_grad_hook.* use p\.grad after backward\(\)",
+)
+def post_accumulate_hooks(run):
+    model = double()
+    model, optimizer = run.distribute(model, sgd(model))
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    train(model, optimizer, run.batches())
 
 
 # -------------------------------------------------------------------- sparse and unused
