@@ -221,6 +221,16 @@ def other_edits(run):
     train(model, optimizer, run.batches())
 
 
+@refused(SECTION, "`p.grad` edited differently", "make the same edits on every rank", match=BOTH + STEP)
+def other_gradients(run):
+    model, optimizer = _distributed(run)
+    for data in run.batches():
+        loss_of(model, data).backward()
+        model[0].weight.grad.mul_(1 + run.rank)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @refused(
     SECTION,
     "Models of different shapes",
