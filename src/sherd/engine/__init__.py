@@ -5,9 +5,10 @@ shares a bucket), `slicing` (how a bucket is cut), `description` (the layout as 
 nouns are defined there), `reslice` (from one layout to another) and `pieces` (how a bucket goes through a slot).
 
 Then the way of a gradient: `inventory` (what a model consists of), `trained` (which of it is trained), `choices` (what
-a strategy decides), `backward` (when a round begins and ends), `collector` (what has arrived), `flat`, `ring`,
-`gradients` and `whole_gradients` (how it is reduced), `norms`, `window` (accumulation), `agreement` (what ranks tell
-each other), `parameter` and `grad_access` (what a user sees of it), `rounds` (all of these together); `elementwise`,
+a strategy decides), `backward` (when a round begins and ends), `intake` (autograd's hook), `collector` (what has
+arrived), `flat`, `ring`, `gradients` and `whole_gradients` (how it is reduced), `norms` and `measured`, `window`
+(accumulation), `agreement` (what ranks tell each other), `settings` and `watch` (what must be the same on all of them),
+`parameter` and `grad_access` (what a user sees of it), `rounds` (all of these together); `elementwise`,
 `optimizer_state` and `optimizer_shard` (who updates what); `stores` (where parameters live), `edits` and `editing` (who
 may change them); `buffers` (kept equal) and `sync_batch_norm`; and `engine`, where a step brings them together.
 """

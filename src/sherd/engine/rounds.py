@@ -7,8 +7,6 @@ the contributions weighed together.
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -24,16 +22,14 @@ from sherd.engine.collector import Collector
 from sherd.engine.entry import dtype_name
 from sherd.engine.grad_access import GatheredGrads, GradAccess, NativeGrads
 from sherd.engine.gradients import RingGradients
+from sherd.engine.intake import Intake
 from sherd.engine.layout import ShardLayout
-from sherd.engine.norms import BlockNorms
-from sherd.engine.parameter import raw_grad, set_raw_grad
+from sherd.engine.measured import Measured
 from sherd.engine.trained import Trained
 from sherd.engine.watch import Watch
 from sherd.engine.whole_gradients import ReplicatedGradients, WholeGradients
 from sherd.engine.window import Weights, Window
 from sherd.errors import ConfigError, SherdError
-
-log = logging.getLogger("sherd")
 
 _KINDS: dict[Gradients, type[RingGradients]] = {
     Gradients.REPLICAS: ReplicatedGradients,
@@ -73,10 +69,8 @@ class Rounds:
         self._broken: BaseException | None = None
         self._watch = watch
         self._unfreeze = unfreeze
-        self._sparse: set[int] = set()
-        self._hooked = 0
         self._build()
-        self._hook_up()
+        self._intake = Intake(trained, comm.rank, self.arrive)
         backward.listen(self)
 
     @property
@@ -87,17 +81,12 @@ class Rounds:
     def _build(self, memory: dict[str, Tensor] | None = None) -> None:
         """Make what depends on the layout."""
         comm, trained, layout = self._comm, self._trained, self.layout
-        self._norms = BlockNorms(layout)
-        self._edited: set[int] = set()  # buckets changed through p.grad whose norms the ranks did not compare since
-        self._stale: set[int] = set()  # buckets whose norms were not taken since they changed
-        self.gradients = _KINDS[self._choices.gradients](
-            comm,
-            layout,
-            slot_numel=trained.bucket_numel,
-            on_sum=self._measure,
-            device=trained.inventory.device,
-            memory=memory,
-        )
+
+        def make(on_sum: Callable[[int], None]) -> RingGradients:
+            kind, numel, device = _KINDS[self._choices.gradients], trained.bucket_numel, trained.inventory.device
+            return kind(comm, layout, slot_numel=numel, on_sum=on_sum, device=device, memory=memory)
+
+        self._measured = Measured(layout, make)
         self._collector = Collector(layout, self.gradients)
         self.access: GradAccess
         if isinstance(self.gradients, ReplicatedGradients):
@@ -105,21 +94,19 @@ class Rounds:
         else:
             self.access = GatheredGrads(comm, self.gradients, trained, lambda: self.complete)
 
+    @property
+    def gradients(self) -> RingGradients:
+        """Where gradients are kept."""
+        return self._measured.gradients
+
     def grow(self) -> None:
         """Take the parameters that are trained since, between two rounds."""
-        self._norms = self._norms.grown(self.layout)
-        self.gradients.grow(self.layout)
+        self._measured.grow(self.layout)
         self._collector.grow(self.layout)
         self.access.grow()
+        self._intake.grow()
         self._frozen = self._trained.frozen
         self._learned = False
-        self._hook_up()
-
-    def _hook_up(self) -> None:
-        for entry in range(self._hooked, len(self._trained.parameters)):
-            hook = self._hook(entry)
-            self._trained.parameters[entry].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        self._hooked = len(self._trained.parameters)
 
     @property
     def _keeps_local(self) -> bool:
@@ -137,22 +124,11 @@ class Rounds:
         unfrozen = [index for index in self._frozen if parameters[index].requires_grad]
         if unfrozen and not self._comm.closed:  # this backward may be that of another model
             self._unfreeze(unfrozen)
-        self._edited.update(self.access.hide())
+        self._measured.edited.update(self.access.hide())
         if not self.window.open and not any(self.access.used) and not any(self._collector.used):
             self._weights.forget()  # somebody dropped it all: model.zero_grad()
-            self._norms.forget()
+            self._measured.forget_norms()
             self._backwards = 0
-
-    def _hook(self, entry: int) -> Callable[[Tensor], None]:
-        rounds = weakref.ref(self)  # torch keeps hooks where the garbage collector may not see a cycle
-
-        def take(parameter: Tensor) -> None:
-            gradient, owner = raw_grad(parameter), rounds()
-            if gradient is not None and owner is not None:
-                set_raw_grad(parameter, None)
-                owner.arrive(entry, gradient)
-
-        return take
 
     def arrive(self, entry: int, gradient: Tensor) -> None:
         """Take a gradient that autograd made."""
@@ -165,14 +141,6 @@ class Rounds:
             self.window.begin()
             self._collector.start()
             self._collector.label = f"a backward of step {self.number}"
-        if gradient.requires_grad:
-            raise SherdError(
-                f"rank {self._comm.rank}: backward(create_graph=True) on a distributed model would lose the graph of "
-                f"its gradients; take the inner gradient with torch.autograd.grad(..., create_graph=True)"
-            )
-        if gradient.layout is not torch.strided:
-            self._warn_sparse(entry)
-            gradient = gradient.to_dense()
         if self._factor == 0.0:
             gradient = torch.zeros_like(gradient)  # zero times NaN is NaN, and the loss of no tokens may well be NaN
         self._collector.arrive(entry, gradient, self._factor, self._weights.op if self._reduces else None)
@@ -190,12 +158,6 @@ class Rounds:
                 f"so its end would go unnoticed; call one of these"
             )
         self._watch.check()
-
-    def _warn_sparse(self, entry: int) -> None:
-        if entry not in self._sparse:
-            self._sparse.add(entry)
-            name = self._trained.names[entry]
-            log.warning("the gradient of %r is sparse; it is reduced as a dense one, which takes more memory", name)
 
     @property
     def _reduces(self) -> bool:
@@ -241,7 +203,7 @@ class Rounds:
             step=self.number,
             backwards=self._backwards,
             settings=self._watch.settings(),
-            finite=self._norms.finite(),
+            finite=self._measured.finite(),
             weight=weights.local,
             weighed=bool(weights.weighed),
             edited=self._watch.edited,
@@ -278,11 +240,6 @@ class Rounds:
             self._trained.layout = layout
             self._build({dtype_name(flat): flat for flat in self.gradients.memory})
 
-    def _measure(self, bucket: int) -> None:
-        self._norms.measure(bucket, self.gradients.slices[bucket])
-        self._stale.discard(bucket)
-        self._edited.discard(bucket)
-
     def _show(self) -> None:
         if self.complete:
             self.access.show()
@@ -291,7 +248,7 @@ class Rounds:
 
     def settle(self) -> None:
         """Make the gradient whole: nothing is local any more, nothing under way, and weights are divided out."""
-        changed = self._edited.union(self.access.collect())
+        changed = self._measured.edited.union(self.access.collect())
         if not self._backwards:
             # Nothing else would tell the other ranks, and one that has skipped a backward would go on by itself.
             with labelled(f"step {self.number} without a backward"):
@@ -302,9 +259,9 @@ class Rounds:
         self._show()
         if changed:
             for bucket in sorted(changed):
-                self._measure(bucket)
+                self._measured.measure(bucket)
             with labelled(f"what was done to p.grad before step {self.number}"):
-                self.finite = agree_on_edits(self._comm, self._norms.finite(), self.access.seen, self.number)
+                self.finite = agree_on_edits(self._comm, self._measured.finite(), self.access.seen, self.number)
             self.access.seen = 0
         if self._weights.pointless:
             raise ConfigError("every weight of this step was 0, so its gradient has no mean; skip the step")
@@ -313,7 +270,7 @@ class Rounds:
     def _divide(self) -> None:
         divisor = self._weights.divisor()
         if divisor != 1.0:
-            self._scale(1.0 / divisor)
+            self._measured.scale(1.0 / divisor)
 
     def clip(self, max_norm: float) -> float:
         """Scale the gradient so that its 2-norm is at most `max_norm`; the norm it had. Collective.
@@ -321,25 +278,17 @@ class Rounds:
         The same bits on every rank and under every strategy.
         """
         self.settle()
-        for bucket in sorted(self._stale.union(self.access.suspects())):
-            self._measure(bucket)
         with labelled(f"the gradient norm of step {self.number}"):
-            norm = self._norms.total(self._comm)
+            norm = self._measured.norm(self._comm, self.access.suspects())
         factor = max_norm / (norm + 1e-6)
         if factor < 1.0:
-            self._scale(factor)
+            self._measured.scale(factor)
         return norm
-
-    def _scale(self, factor: float) -> None:
-        for bucket, summed in enumerate(self.gradients.summed):
-            if summed:
-                self.gradients.sums[bucket].mul_(factor)
-                self._stale.add(bucket)
 
     def _scale_back(self) -> None:
         divided = self._weights.undivide()
         if divided != 1.0:
-            self._scale(divided)
+            self._measured.scale(divided)
 
     def weigh(self, weight: float) -> None:
         """Give the next backward a weight."""
@@ -369,17 +318,13 @@ class Rounds:
         self._weights.forget()
         if keep_zeros and (any(self.access.used) or any(self._collector.used)):
             self.settle()
-            for bucket, summed in enumerate(self.gradients.summed):
-                if summed:
-                    self.gradients.sums[bucket].zero_()  # zero times NaN is NaN
+            self._measured.zero()
         else:
             self.gradients.forget()
             self._collector.forget()
             self.access.forget()
         self._backwards = 0
-        self._norms.forget()  # after settle(), which measures what was done to p.grad
-        self._stale.clear()
-        self._edited.clear()
+        self._measured.forget_norms()  # after settle(), which measures what was done to p.grad
         self.finite = True
         if self._arrivals and not any(self.access.used):
             self._repack()

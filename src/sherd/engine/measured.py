@@ -1,0 +1,61 @@
+"""Gradient sums and their norms, which must not fall out of step with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from sherd.comm import Communicator
+from sherd.engine.gradients import RingGradients
+from sherd.engine.layout import ShardLayout
+from sherd.engine.norms import BlockNorms
+
+
+class Measured:
+    """Keeps the norms of `gradients`, which are made by `make`; that is told what to call with each new sum."""
+
+    def __init__(self, layout: ShardLayout, make: Callable[[Callable[[int], None]], RingGradients]) -> None:
+        self._norms = BlockNorms(layout)
+        self._stale: set[int] = set()  # buckets that were scaled since their norms were taken
+        self.edited: set[int] = set()
+        """Buckets that were changed through `p.grad` and not measured since."""
+        self.gradients = make(self.measure)
+
+    def grow(self, layout: ShardLayout) -> None:
+        """Take the buckets that `layout` has more."""
+        self._norms = self._norms.grown(layout)
+        self.gradients.grow(layout)
+
+    def measure(self, bucket: int) -> None:
+        """Take the norms of a bucket."""
+        self._norms.measure(bucket, self.gradients.slices[bucket])
+        self._stale.discard(bucket)
+        self.edited.discard(bucket)
+
+    def finite(self) -> bool:
+        """Whether what this rank measured is finite."""
+        return self._norms.finite()
+
+    def norm(self, comm: Communicator, suspects: Iterable[int]) -> float:
+        """The 2-norm of the whole gradient; `suspects` may have changed unnoticed. Collective."""
+        for bucket in sorted(self._stale.union(suspects)):
+            self.measure(bucket)
+        return self._norms.total(comm)
+
+    def scale(self, factor: float) -> None:
+        """Multiply every sum."""
+        for bucket, summed in enumerate(self.gradients.summed):
+            if summed:
+                self.gradients.sums[bucket].mul_(factor)
+                self._stale.add(bucket)
+
+    def zero(self) -> None:
+        """Make every sum zero."""
+        for bucket, summed in enumerate(self.gradients.summed):
+            if summed:
+                self.gradients.sums[bucket].zero_()  # zero times NaN is NaN
+
+    def forget_norms(self) -> None:
+        """There is nothing to measure any more."""
+        self._norms.forget()
+        self._stale.clear()
+        self.edited.clear()
