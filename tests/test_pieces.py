@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.layouts import BUCKET_NUMELS, WORLDS, models
 
 from sherd.engine import BLOCK, Entry, Placement, ShardLayout
-from sherd.engine.pieces import PADDING, cut_by_slice, cut_whole
+from sherd.engine.pieces import PADDING, cut_by_slice, cut_whole, largest_by_slice, largest_whole
 from sherd.errors import ConfigError
 
 quick = settings(max_examples=50, deadline=None)
@@ -84,6 +84,7 @@ def test_a_piece_is_the_same_part_of_every_slice(layout, slot):
             expected = places[:, piece.start : piece.stop].reshape(-1, 2)
             assert np.array_equal(laid_out(piece, layout), expected)
         check_steps(pieces, bucket.slice_numel, max(slot // layout.world // BLOCK, 1) * BLOCK)
+        assert largest_by_slice(bucket, slot) == max((piece.numel for piece in pieces), default=0)
 
 
 @quick
@@ -97,6 +98,7 @@ def test_a_piece_is_a_run_of_the_whole_bucket(layout, slot):
             assert piece.numel <= max(slot, BLOCK)
             assert np.array_equal(laid_out(piece, layout), places[piece.start : piece.stop])
         check_steps(pieces, bucket.numel, max(slot // BLOCK, 1) * BLOCK)
+        assert largest_whole(bucket, slot) == max((piece.numel for piece in pieces), default=0)
 
 
 @quick

@@ -90,7 +90,7 @@ def distribute(
     if not loaders and loading != LoaderOptions():
         raise ConfigError(f"{loading} is about a loader; pass it: sherd.distribute(model, optimizer, loader)")
     model = models[0] if len(models) == 1 else nn.ModuleList(models)
-    inventory = Inventory.of(model)
+    inventory = Inventory.of(model, dry=isinstance(comm, Communicator) and comm.dry)
     for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
         check_parameters(group["params"], inventory.parameters, f"the optimizer's group {index}")
     ranks = comm if isinstance(comm, Communicator) else connect(comm)

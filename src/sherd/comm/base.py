@@ -53,6 +53,8 @@ class Communicator(ABC):
     transport: str
     #: Whether `shared_tensor` and `shared_buffers` work.
     shares_memory: bool = False
+    #: Whether there is nobody to talk to and no value to talk about: tensors may be on the meta device.
+    dry: bool = False
 
     def __init__(self, rank: int, world: int, options: CommOptions) -> None:
         self.rank = rank

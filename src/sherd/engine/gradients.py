@@ -22,7 +22,7 @@ from sherd.comm import Communicator, Handle
 from sherd.engine.entry import ITEMSIZE, dtype_of
 from sherd.engine.flat import carve, numel_by_dtype
 from sherd.engine.layout import ShardLayout
-from sherd.engine.pieces import PADDING, Piece, cut_by_slice
+from sherd.engine.pieces import PADDING, Piece, cut_by_slice, largest_by_slice
 from sherd.engine.ring import Ring
 from sherd.engine.slicing import Bucket
 
@@ -63,7 +63,7 @@ class RingGradients:
         self.summed: list[bool] = []
         self.sums: list[Tensor] = []
         self.slices: list[Tensor] = []
-        self._pieces: list[tuple[Piece, ...]] = []
+        self._pieces: dict[int, tuple[Piece, ...]] = {}  # cut at the first launch: in a large world they are many
         self._held: dict[int, Tensor] = {}
         self._under_way: deque[Reduction] = deque()
         self._ring = Ring(comm, 0, device)
@@ -79,9 +79,7 @@ class RingGradients:
         self.memory += memory.values()
         self._allocate(added, memory)
         self.summed += [False] * len(added)
-        self._pieces += [self._cut(bucket, self._slot_numel) for bucket in added]
-        sizes = zip(layout.buckets, self._pieces, strict=True)
-        largest = max((piece.numel * ITEMSIZE[bucket.dtype] for bucket, cut in sizes for piece in cut), default=0)
+        largest = max((self._largest(bucket) * ITEMSIZE[bucket.dtype] for bucket in layout.buckets), default=0)
         if largest > self._ring.slot_bytes:
             self._ring = Ring(self._comm, largest, self._device)
 
@@ -99,7 +97,10 @@ class RingGradients:
 
     def launch(self, bucket: int, op: str) -> None:
         """Start to reduce what was taken of a bucket; what was not counts as zero."""
-        described, pieces = self.layout.buckets[bucket], self._pieces[bucket]
+        described = self.layout.buckets[bucket]
+        if bucket not in self._pieces:
+            self._pieces[bucket] = self._cut(described)
+        pieces = self._pieces[bucket]
         for piece in pieces:
             slot = self._ring.take(piece.numel, dtype_of(described.dtype), self._complete)
             own = self._fill(slot, piece)
@@ -143,8 +144,11 @@ class RingGradients:
         self.sums += (parts := carve(memory, buckets, lambda bucket: bucket.slice_numel))
         self.slices += parts
 
-    def _cut(self, bucket: Bucket, slot_numel: int) -> tuple[Piece, ...]:
-        return cut_by_slice(bucket, slot_numel)
+    def _cut(self, bucket: Bucket) -> tuple[Piece, ...]:
+        return cut_by_slice(bucket, self._slot_numel)
+
+    def _largest(self, bucket: Bucket) -> int:
+        return largest_by_slice(bucket, self._slot_numel)
 
     def _reduce(
         self, slot: Tensor, own: Tensor | None, target: Tensor, op: str, first: bool

@@ -31,11 +31,11 @@ class Inventory:
     buffers: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, model: nn.Module) -> Inventory:
-        """Take stock of `model`, refusing what cannot be distributed."""
+    def of(cls, model: nn.Module, dry: bool = False) -> Inventory:
+        """Take stock of `model`, refusing what cannot be distributed; it needs values, except for a `dry` run."""
         found = list(model.named_parameters())
         for name, parameter in found:
-            _check(name, parameter)
+            _check(name, parameter, dry)
             if parameter.device != found[0][1].device:
                 raise ConfigError(
                     f"parameter {name!r} is on {parameter.device} and {found[0][0]!r} on {found[0][1].device}; "
@@ -79,10 +79,10 @@ class Inventory:
                 raise Diverged(_difference(everybody[0], theirs, rank), ranks=(0, rank))
 
 
-def _check(name: str, parameter: nn.Parameter) -> None:
+def _check(name: str, parameter: nn.Parameter, dry: bool) -> None:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ConfigError(f"parameter {name!r} has no shape yet; run one batch through the model before distribute")
-    if parameter.is_meta:
+    if parameter.is_meta and not dry:
         raise ConfigError(f"parameter {name!r} is on the meta device; give it values: model.to_empty(device='cpu')")
     if dtype_name(parameter) not in ITEMSIZE:
         raise ConfigError(f"parameter {name!r} is of {parameter.dtype}, which cannot be distributed")

@@ -37,9 +37,19 @@ class Piece(NamedTuple):
     stop: int
 
 
+def largest_by_slice(bucket: Bucket, slot_numel: int) -> int:
+    """Elements of the largest piece for a reduce-scatter."""
+    return min(_step(slot_numel // bucket.world), bucket.slice_numel) * bucket.world
+
+
+def largest_whole(bucket: Bucket, slot_numel: int) -> int:
+    """Elements of the largest piece for an all-reduce."""
+    return min(_step(slot_numel), bucket.numel)
+
+
 def cut_by_slice(bucket: Bucket, slot_numel: int) -> tuple[Piece, ...]:
     """Pieces for a reduce-scatter: at most `slot_numel` elements, though at least a block per owner."""
-    step = max(slot_numel // bucket.world // BLOCK * BLOCK, BLOCK)
+    step = _step(slot_numel // bucket.world)
     size = bucket.slice_numel
     pieces = []
     for start in range(0, size, step):
@@ -52,9 +62,13 @@ def cut_by_slice(bucket: Bucket, slot_numel: int) -> tuple[Piece, ...]:
 
 def cut_whole(bucket: Bucket, slot_numel: int) -> tuple[Piece, ...]:
     """Pieces for an all-reduce: at most `slot_numel` elements, though at least a block."""
-    step = max(slot_numel // BLOCK * BLOCK, BLOCK)
+    step = _step(slot_numel)
     cuts = [(start, min(start + step, bucket.numel)) for start in range(0, bucket.numel, step)]
     return tuple(Piece((tuple(_runs(bucket, start, stop)),), stop - start, start, stop) for start, stop in cuts)
+
+
+def _step(numel: int) -> int:
+    return max(numel // BLOCK * BLOCK, BLOCK)
 
 
 def _runs(bucket: Bucket, low: int, high: int) -> Iterator[Run]:

@@ -228,6 +228,8 @@ def _with_own_storage(flat: Tensor) -> Tensor:
 
     Whoever saves or copies a view takes the whole storage: `torch.save` of one layer would write the whole model.
     """
+    if flat.is_meta:
+        return flat  # there is nothing to save
     start = flat.storage_offset() * flat.element_size()
     return flat.new_empty(0).set_(flat.untyped_storage()[start : start + flat.nbytes], 0, flat.shape, (1,))
 

@@ -17,7 +17,7 @@ from sherd.engine.entry import dtype_name, dtype_of
 from sherd.engine.flat import carve, numel_by_dtype
 from sherd.engine.gradients import Reduction, RingGradients
 from sherd.engine.layout import ShardLayout
-from sherd.engine.pieces import Piece, cut_whole
+from sherd.engine.pieces import Piece, cut_whole, largest_whole
 from sherd.engine.placement import BLOCK, padded
 from sherd.engine.slicing import Bucket
 
@@ -116,8 +116,11 @@ class ReplicatedGradients(WholeGradients):
     def _kept(self, buckets: list[Tensor], slices: list[Tensor]) -> list[Tensor]:
         return buckets
 
-    def _cut(self, bucket: Bucket, slot_numel: int) -> tuple[Piece, ...]:
-        return cut_whole(bucket, slot_numel)
+    def _cut(self, bucket: Bucket) -> tuple[Piece, ...]:
+        return cut_whole(bucket, self._slot_numel)
+
+    def _largest(self, bucket: Bucket) -> int:
+        return largest_whole(bucket, self._slot_numel)
 
     def _reduce(
         self, slot: Tensor, own: Tensor | None, target: Tensor, op: str, first: bool

@@ -25,7 +25,8 @@ from __future__ import annotations
 
 from sherd.ranks.report import RanksTimedOut
 from sherd.ranks.watch import Died
+from sherd.testing.fake import FakeCommunicator
 from sherd.testing.pool import RankPool
 from sherd.testing.ranks import run_ranks
 
-__all__ = ["Died", "RankPool", "RanksTimedOut", "run_ranks"]
+__all__ = ["Died", "FakeCommunicator", "RankPool", "RanksTimedOut", "run_ranks"]
