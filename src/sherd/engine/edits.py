@@ -8,7 +8,7 @@ same address, at the version of the last legitimate change; with checksums, that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,29 +36,32 @@ class EditGuard:
         """Parameters are as they should be."""
         self.edited = False
         """Whether some were edited since that are not shared: that is all right, if all ranks do the same."""
-        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
-        self._dtypes = [parameter.dtype for parameter in self._parameters]
-        self._shapes = [parameter.shape for parameter in self._parameters]
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._looks = [_look(parameter) for parameter in self._parameters]
         self._sums = [checksum(p) for p in self._parameters] if self.checksums else []
 
     def check(self) -> None:
         """Raise if a parameter was replaced, moved or edited."""
-        if any(len(registry) != count or registry.get(key) is not held for registry, count, key, held in self._places):
+        if any([*map(id, registry.values())] != ids for registry, ids in self._places):
             self._check_model()
-        for index, parameter in enumerate(self._parameters):
-            moved = parameter.data_ptr() != self._addresses[index] and self._store.owns_memory
-            if moved or parameter.dtype != self._dtypes[index] or parameter.shape != self._shapes[index]:
-                self._refuse(
-                    self._names[index],
-                    "was moved out of the memory that its ranks train",
-                    "call model.to(...), or whatever resized it, before sherd.distribute",
-                )
-            if parameter._version != self._versions[index]:
+        looks = [_look(parameter) for parameter in self._parameters]
+        if looks != self._looks:
+            for index, (look, before) in enumerate(zip(looks, self._looks, strict=True)):
+                if look != before:
+                    self._check_look(index, look, before)
+        for index, (parameter, sum_before) in enumerate(zip(self._parameters, self._sums, strict=bool(self._sums))):
+            if checksum(parameter) != sum_before:
                 self._note_edit(index)
-        for index, (parameter, before) in enumerate(zip(self._parameters, self._sums, strict=bool(self._sums))):
-            if checksum(parameter) != before:
-                self._note_edit(index)
+
+    def _check_look(self, index: int, look: Look, before: Look) -> None:
+        moved = look.address != before.address and self._store.owns_memory
+        if moved or (look.dtype, look.shape) != (before.dtype, before.shape):
+            self._refuse(
+                self._names[index],
+                "was moved out of the memory that its ranks train",
+                "call model.to(...), or whatever resized it, before sherd.distribute",
+            )
+        if look.version != before.version:
+            self._note_edit(index)
 
     def _check_model(self) -> None:
         """Some module was changed: refuse it unless the parameters are the same, as where one wraps another now."""
@@ -97,17 +100,23 @@ class EditGuard:
         raise SherdError(f"rank {self._rank}: parameter {name!r} {what}; {fix}")
 
 
-def _places(model: nn.Module) -> list[tuple[dict[str, Any], int, str, object]]:
-    """Every place in the model where a parameter or a module is registered: the dict, its length, the key, the object.
+class Look(NamedTuple):
+    """What can be seen of a parameter without reading its values."""
 
-    A dict that is empty has a place too, or nobody would notice what is added to it.
-    """
-    return [
-        (registry, len(registry), key, held)
-        for module in model.modules()
-        for registry in (module._parameters, module._modules)
-        for key, held in (registry or {"": None}).items()
-    ]
+    version: int
+    address: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+def _look(parameter: Tensor) -> Look:
+    return Look(parameter._version, parameter.data_ptr(), parameter.dtype, parameter.shape)
+
+
+def _places(model: nn.Module) -> list[tuple[dict[str, Any], list[int]]]:
+    """Every dict of the model in which parameters or modules are registered, and the identities of what it holds."""
+    registries = (registry for module in model.modules() for registry in (module._parameters, module._modules))
+    return [(registry, [*map(id, registry.values())]) for registry in registries]
 
 
 def compare_values(comm: Communicator, inventory: Inventory, indices: Sequence[int], when: str) -> None:
