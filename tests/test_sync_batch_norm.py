@@ -12,6 +12,7 @@ import torch
 from tests.training_helpers import EVERYWHERE, STRATEGIES, all_same, close, connected, differ, same, sgd
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 import sherd
 from sherd import ConfigError, Diverged
@@ -470,3 +471,41 @@ def outlived():
 
 def test_a_module_that_outlives_its_model_is_by_itself(ranks):
     ranks(2).run(outlived)
+
+
+def uneven_end(strategy):
+    """Two samples are left for three ranks, so that one of them repeats a sample."""
+    with connected() as c:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(dealt_network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(dealt_samples(), 1)
+        options = {"strategy": strategy, "comm": c, "global_batch": 6}
+        return dealt_training(*sherd.distribute(model, optimizer, loader, **options))
+
+
+def dealt_network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+
+def dealt_samples():
+    generator = torch.Generator().manual_seed(3)
+    return TensorDataset(*(torch.randn(14, n, generator=generator, dtype=torch.float64) for n in (5, 3)))
+
+
+def dealt_training(model, optimizer, loader):
+    for _ in range(2):
+        for x, y in loader:
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: value.double() for name, value in model.state_dict().items() if "tracked" not in name}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_sample_that_is_only_repeated_is_no_part_of_the_statistics(ranks, strategy):
+    model = dealt_network()
+    expected = dealt_training(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(dealt_samples(), 6))
+    for found in ranks(3).run(uneven_end, strategy):
+        for name, value in expected.items():
+            assert (found[name] - value).abs().max() <= 1e-9 * value.abs().max(), name

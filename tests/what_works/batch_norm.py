@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from tests.training_helpers import sgd, weights
-from tests.what_works.cases import STEPS, case, together
+from tests.what_works.cases import STEPS, case, refused, together
 from torch import nn
 
 
@@ -127,3 +127,78 @@ def other_norms(run):
 
     model = _network(norm)
     return _train(*run.distribute(model, sgd(model)), run.batches())
+
+
+class Cached(nn.Module):
+    """A table that grows as longer inputs come, also during evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(15, 5).double()
+        self.register_buffer("table", torch.zeros(0, dtype=torch.float64), persistent=False)
+
+    def forward(self, x):
+        if len(self.table) < len(x):
+            self.table = torch.arange(len(x), dtype=torch.float64)
+        return self.layer(x) + 0 * self.table[: len(x), None]
+
+
+@case(
+    "Buffers and batch norm", "A buffer that is rebuilt under `torch.inference_mode`", "caches that grow in evaluation"
+)
+def cached(run):
+    model = Cached()
+    model, optimizer = run.distribute(model, sgd(model))
+    for x, y in run.batches():
+        with torch.inference_mode():
+            model(torch.ones(9, 15, dtype=torch.float64))
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList([nn.Linear(15, 7), nn.Linear(15, 7)]).double()
+        self.norms = nn.ModuleList(nn.BatchNorm1d(7) for _ in range(3)).double()
+        self.between = nn.ModuleList(nn.Linear(7, 7) for _ in range(3)).double()
+        self.head = nn.Linear(7, 5).double()
+
+    def forward(self, x, part):
+        x = torch.cat([self.branches[index](rows) for index, rows in zip(part, x.split(3), strict=True)])
+        for norm, layer in zip(self.norms, self.between, strict=True):
+            x = torch.tanh(norm(layer(x)))
+        return self.head(x)
+
+
+@case(
+    "Buffers and batch norm",
+    "`nn.SyncBatchNorm`, and parameters that are used on one rank only",
+    "gradients are then exchanged at the end of the backward",
+)
+def sync_batch_norm_and_branches(run):
+    model = Branching()
+    if not run.plain:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model, optimizer = run.distribute(model, sgd(model), bucket_bytes=1024)
+    for x, y in run.batches():
+        (model(x, (0, 1) if run.plain else (run.rank,)) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+@refused(
+    "Buffers and batch norm",
+    "Sparse buffers",
+    "keep them as plain attributes, or make them dense",
+    match="buffer 'adjacency' is sparse",
+)
+def sparse_buffer(run):
+    model = nn.Linear(15, 5)
+    model.register_buffer("adjacency", torch.eye(3).to_sparse())
+    run.distribute(model)

@@ -15,6 +15,7 @@ from torch.utils.data import (
     SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
+    random_split,
 )
 
 SECTION = "Loaders"
@@ -215,6 +216,42 @@ def sharded(run):
     return weights(model)
 
 
+class Failing(Dataset):
+    """Its fourth sample cannot be read."""
+
+    def __len__(self):
+        return 13
+
+    def __getitem__(self, index):
+        if index == 3:
+            raise OSError("no such sample")
+        return _dataset(13)[index]
+
+
+@case(
+    SECTION,
+    "A batch that cannot be read, caught by the loop",
+    "on every rank alike; the next ones count what they should",
+)
+def failing(run):
+    model = double()
+    model, optimizer, loader = run.distribute(model, adamw(model), DataLoader(Failing(), BATCH // run.world))
+    batches = iter(loader)
+    while True:
+        try:
+            data = next(batches)
+        except OSError:
+            data = None
+        except StopIteration:
+            break
+        lost = run.mean(torch.tensor(float(data is None))) > 0
+        if not lost:
+            loss_of(model, data).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
 @case(SECTION, "A loader that is not passed", "is each rank's own")
 def not_passed(run):
     model = double()
@@ -274,6 +311,18 @@ def odd_batch(run):
 def wrong_replicas(run):
     sampler = DistributedSampler(_dataset(12), 3, run.rank)
     _train(run, DataLoader(_dataset(12), 2, sampler=sampler))
+
+
+@refused(
+    SECTION,
+    "A `random_split` that differs between the ranks",
+    "samples would come twice and held-out ones be trained on: give it a generator with a fixed seed",
+    match=r"chose different samples \(give random_split a generator with a fixed seed\)",
+)
+def other_split(run):
+    torch.manual_seed(run.rank)
+    chosen, _ = random_split(_dataset(12), [8, 4])
+    _train(run, DataLoader(chosen, 2))
 
 
 class Endless(RandomSampler):

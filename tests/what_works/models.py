@@ -403,3 +403,13 @@ def wrapped_by_ddp(run):
 )
 def data_parallel(run):
     _wrapped(run, nn.DataParallel)
+
+
+@refused(
+    "Models",
+    "`nn.Embedding(max_norm=...)`",
+    "each rank's forward would edit the weights: limit them inside `sherd.full_parameters`",
+    match="'0' has max_norm=1.0.*full_parameters",
+)
+def max_norm(run):
+    run.distribute(nn.Sequential(nn.Embedding(5, 3, max_norm=1.0)))

@@ -102,7 +102,9 @@ def distribute(
         compare_optimizers(ranks, optimizer, names, "at sherd.distribute")
         check_optimizer(optimizer, choices, chosen)
     for loader in loaders:
-        shard(loader, ranks, loading, options.accumulate, announce=loader is loaders[0])
+        first = loader is loaders[0]  # the one to train with; others keep their own batch size
+        its = loading if first else loading.replace(global_batch=None)
+        shard(loader, ranks, its, options.accumulate, announce=first)
     engine = Engine(ranks, inventory, choices, options, optimizer)
     updater = None
     if optimizer is not None:
@@ -139,13 +141,11 @@ def _choices(choices: Choices, options: StepOptions) -> Choices:
 
 def _compare(comm: Communicator, mine: tuple[Strategy, StepOptions, LoaderOptions]) -> None:
     """Refuse options that differ between ranks. Collective."""
-    with comm.counters.agreeing():
-        everybody = comm.all_gather_object(mine)
-    for rank, theirs in enumerate(everybody):
-        for first, other in zip(everybody[0], theirs, strict=True):
-            if first != other:
-                raise Diverged(
-                    f"the ranks' options differ: rank 0 has {first} where rank {rank} has {other}; "
-                    f"call sherd.distribute with the same options on every rank",
-                    ranks=(0, rank),
-                )
+    everybody, rank = comm.compare_object(mine)
+    for first, other in zip(everybody[0], everybody[rank], strict=True):
+        if first != other:
+            raise Diverged(
+                f"the ranks' options differ: rank 0 has {first} where rank {rank} has {other}; "
+                f"call sherd.distribute with the same options on every rank",
+                ranks=(0, rank),
+            )

@@ -164,6 +164,12 @@ class Communicator(ABC):
         rows = self.all_gather(padded).wait().view(self.world, -1)
         return [_unpickled(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
+    def compare_object(self, obj: Any) -> tuple[list[Any], int]:
+        """Every rank's small picklable object, and the first rank whose differs from rank 0's; 0 if none does."""
+        with self.counters.agreeing():
+            everybody = self.all_gather_object(obj)
+        return everybody, next((rank for rank, theirs in enumerate(everybody) if theirs != everybody[0]), 0)
+
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
         """Rank `root`'s small picklable object, on every rank."""
         data = _pickled(obj) if self.rank == root else torch.empty(0, dtype=torch.uint8)

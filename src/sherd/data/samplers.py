@@ -59,7 +59,11 @@ class Hands:
         return indices
 
     def take(self, draw: Callable[[], Any]) -> tuple[Any, float]:
-        return draw(), self._shares.popleft()
+        try:
+            return draw(), self._shares[0]
+        finally:
+            if self._shares:  # also for a batch that failed to load: a loop may go on with the next one
+                self._shares.popleft()
 
 
 class Samples:

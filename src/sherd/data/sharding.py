@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import weakref
+import zlib
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, IterDataPipe, Subset
 
 from sherd.comm import Communicator
 from sherd.config import LoaderOptions
@@ -108,7 +109,8 @@ def _way(loader: DataLoader[Any], comm: Communicator, options: LoaderOptions, ba
         _check_length(sampler, comm)
         indices = Samples(comm, sampler, batch, drop_last)
     _check_in_order(loader, comm, full=drop_last)
-    _compare(comm, {"batch_size": batch, "drop_last": drop_last, "samples": length(loader.dataset)})
+    mine = {"batch_size": batch, "drop_last": drop_last, "samples": length(loader.dataset)}
+    _compare(comm, mine, _chosen(loader.dataset))
     return Dealing(comm, indices)
 
 
@@ -168,15 +170,27 @@ def _check_in_order(loader: DataLoader[Any], comm: Communicator, full: bool) -> 
         )
 
 
-def _compare(comm: Communicator, mine: dict[str, Any]) -> None:
+def _chosen(dataset: Any) -> int:
+    """A checksum of what was chosen of a dataset: `random_split` chooses by the seed, which ranks may not share."""
+    if isinstance(dataset, ConcatDataset):
+        return zlib.crc32(repr([_chosen(part) for part in dataset.datasets]).encode())
+    if isinstance(dataset, Subset):
+        return zlib.crc32(repr([int(index) for index in dataset.indices]).encode(), _chosen(dataset.dataset))
+    return 0
+
+
+def _compare(comm: Communicator, mine: dict[str, Any], chosen: int = 0) -> None:
     """Refuse loaders that differ between ranks. Collective."""
-    with comm.counters.agreeing():
-        everybody = comm.all_gather_object(mine)
-    for rank, theirs in enumerate(everybody):
-        for name, value in theirs.items():
-            if value != everybody[0].get(name):
-                raise Diverged(
-                    f"the ranks' loaders differ: rank 0's has {name}={everybody[0].get(name)} where rank {rank}'s has "
-                    f"{name}={value}; pass the same loader on every rank, or leave it out if each has its own data",
-                    ranks=(0, rank),
-                )
+    everybody, rank = comm.compare_object({**mine, "subset": chosen})
+    for name, value in everybody[rank].items():
+        other = everybody[0].get(name)
+        if value == other:
+            continue
+        what = f"rank 0's has {name}={other} where rank {rank}'s has {name}={value}"
+        if name == "subset":
+            what = f"rank 0 and rank {rank} chose different samples (give random_split a generator with a fixed seed)"
+        raise Diverged(
+            f"the ranks' loaders differ: {what}; pass the same loader on every rank, or leave it out if each has its "
+            f"own data",
+            ranks=(0, rank),
+        )

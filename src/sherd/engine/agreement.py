@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import torch
 
@@ -54,6 +53,8 @@ class Agreement:
     """the number of ranks that weighed"""
     edited: bool
     same_settings: bool
+    uniform: bool
+    """whether every rank used every entry that requires a gradient"""
     late: list[bool]
     used: list[bool]
 
@@ -73,7 +74,8 @@ def agree(comm: Communicator, report: Report, names: Sequence[str]) -> Agreement
             raise _apart(comm, report)
         _compare_trainable(comm, report, entries, names)
     used = [count % _TRAINABLE > 0 for count in entries]
-    return Agreement(bad == 0, weight, weighing, edited > 0, same[2], [count > 0 for count in late], used)
+    uniform = all(count % _TRAINABLE == count // _TRAINABLE for count in entries)
+    return Agreement(bad == 0, weight, weighing, edited > 0, same[2], uniform, [count > 0 for count in late], used)
 
 
 def agree_on_edits(comm: Communicator, finite: bool, seen: int, step: int) -> bool:
@@ -85,7 +87,7 @@ def agree_on_edits(comm: Communicator, finite: bool, seen: int, step: int) -> bo
     with comm.counters.agreeing():
         bad, one, other = comm.all_reduce(mine).wait().tolist()
         if not _same(one, other, comm.world):
-            rank = first_different(comm.all_gather_object(seen))
+            _, rank = comm.compare_object(seen)
             raise Diverged(
                 f"before step {step} p.grad was changed differently on rank 0 and rank {rank}; change it alike on all "
                 f"ranks (sherd.clip_grad_norm_ and clip_norm= give the same bits everywhere)",
@@ -99,14 +101,8 @@ def _same(total: float, squares: float, world: int) -> bool:
     return total * total == world * squares
 
 
-def first_different(everybody: Sequence[Any]) -> int:
-    """The first rank that says something else than rank 0, or 0."""
-    return next((rank for rank, theirs in enumerate(everybody) if theirs != everybody[0]), 0)
-
-
 def _apart(comm: Communicator, report: Report) -> Diverged:
-    everybody = comm.all_gather_object((report.step, report.backwards))
-    rank = first_different(everybody)
+    everybody, rank = comm.compare_object((report.step, report.backwards))
     (step, backwards), (other_step, other_backwards) = everybody[0], everybody[rank]
     if step != other_step:
         what = f"rank 0 is in step {step} and rank {rank} in step {other_step}; take the same steps on every rank"

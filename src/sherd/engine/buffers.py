@@ -56,7 +56,7 @@ class Place:
         self._values: Tensor | None = None
         if tensor is not None:
             self._seen = weakref.ref(tensor)
-            self._version = tensor._version
+            self._version = _version(tensor)
             if tensor.dim() == 1 and tensor.is_floating_point():
                 self._values = tensor.detach().clone()
 
@@ -67,7 +67,7 @@ class Place:
             return REFORMED
         if tensor is None:
             return SAME
-        if tensor is not self._seen() or tensor._version != self._version:
+        if tensor is not self._seen() or _version(tensor) != self._version:
             return CHANGED
         return SAME if self._values is None or torch.equal(tensor, self._values) else CHANGED
 
@@ -113,15 +113,14 @@ class BufferSync:
 
     def _compare(self, places: Sequence[Place]) -> None:
         """Refuse buffers whose new dtypes or shapes differ between ranks."""
-        everybody = self._comm.all_gather_object([place.form for place in places])
-        for rank, theirs in enumerate(everybody):
-            for place, first, other in zip(places, everybody[0], theirs, strict=True):
-                if first != other:
-                    raise Diverged(
-                        f"buffer {place.name!r} cannot be kept equal: rank 0 has {_words(first)} where rank {rank} has "
-                        f'{_words(other)}; give it one shape on every rank, or write sync_buffers="none"',
-                        ranks=(0, rank),
-                    )
+        everybody, rank = self._comm.compare_object([place.form for place in places])
+        for place, first, other in zip(places, everybody[0], everybody[rank], strict=True):
+            if first != other:
+                raise Diverged(
+                    f"buffer {place.name!r} cannot be kept equal: rank 0 has {_words(first)} where rank {rank} has "
+                    f'{_words(other)}; give it one shape on every rank, or write sync_buffers="none"',
+                    ranks=(0, rank),
+                )
 
     def _equalise(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite them with their mean or with rank 0's, a dtype at a time."""
@@ -145,7 +144,13 @@ class BufferSync:
         for dtype, group in groups.items():
             parts = torch.split(handles[dtype].wait(), [tensor.numel() for tensor in group])
             for tensor, part in zip(group, parts, strict=True):
-                tensor.detach().copy_(part.view(tensor.shape))
+                with torch.inference_mode(tensor.is_inference()):  # torch lets nobody else write into such a one
+                    tensor.detach().copy_(part.view(tensor.shape))
+
+
+def _version(tensor: Tensor) -> int:
+    """A buffer that a module put there under `inference_mode` has none."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _words(form: Form) -> str:

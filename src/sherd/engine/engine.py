@@ -114,16 +114,15 @@ class Engine:
     def _unfreeze(self, indices: list[int]) -> None:
         """Train parameters that were frozen until now. Collective."""
         names = [self.inventory.names[index] for index in indices]
-        with self.comm.counters.agreeing(), labelled(f"unfreezing {', '.join(names)} before step {self.steps}"):
-            everybody = self.comm.all_gather_object(names)
-        for rank, theirs in enumerate(everybody):
-            if theirs != everybody[0]:
-                only = sorted(set(theirs) ^ set(everybody[0]))
-                raise Diverged(
-                    f"before step {self.steps} rank 0 and rank {rank} unfroze different parameters: {only} on one of "
-                    f"them only; set requires_grad alike on every rank",
-                    ranks=(0, rank),
-                )
+        with labelled(f"unfreezing {', '.join(names)} before step {self.steps}"):
+            everybody, rank = self.comm.compare_object(names)
+        if rank:
+            only = sorted(set(everybody[rank]) ^ set(everybody[0]))
+            raise Diverged(
+                f"before step {self.steps} rank 0 and rank {rank} unfroze different parameters: {only} on one of them "
+                f"only; set requires_grad alike on every rank",
+                ranks=(0, rank),
+            )
         self.trained.grow(indices)
         self.store.grow(indices)
         self.rounds.grow()

@@ -41,6 +41,7 @@ class Inventory:
                     f"parameter {name!r} is on {parameter.device} and {found[0][0]!r} on {found[0][1].device}; "
                     f"put the whole model on one device before sherd.distribute"
                 )
+        _check_modules(model)
         names, parameters = tuple(name for name, _ in found), tuple(parameter for _, parameter in found)
         return cls(model, names, parameters, tuple(buffer for buffer in model.buffers() if buffer is not None))
 
@@ -72,11 +73,9 @@ class Inventory:
         for name, p in self.model.named_parameters():
             mine.append((name, tuple(p.shape), dtype_name(p), p.requires_grad, memory_order(p)))
         mine += [(name, tuple(b.shape), dtype_name(b), None, None) for name, b in self.model.named_buffers()]
-        with comm.counters.agreeing():
-            everybody = comm.all_gather_object(mine)
-        for rank, theirs in enumerate(everybody):
-            if theirs != everybody[0]:
-                raise Diverged(_difference(everybody[0], theirs, rank), ranks=(0, rank))
+        everybody, rank = comm.compare_object(mine)
+        if rank:
+            raise Diverged(_difference(everybody[0], everybody[rank], rank), ranks=(0, rank))
 
 
 def _check(name: str, parameter: nn.Parameter, dry: bool) -> None:
@@ -86,6 +85,21 @@ def _check(name: str, parameter: nn.Parameter, dry: bool) -> None:
         raise ConfigError(f"parameter {name!r} is on the meta device; give it values: model.to_empty(device='cpu')")
     if dtype_name(parameter) not in ITEMSIZE:
         raise ConfigError(f"parameter {name!r} is of {parameter.dtype}, which cannot be distributed")
+
+
+def _check_modules(model: nn.Module) -> None:
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise ConfigError(
+                f"buffer {name!r} is sparse ({buffer.layout}), which cannot be sent; keep it as a plain attribute of "
+                f"its module, or make it dense"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ConfigError(
+                f"module {name!r} has max_norm={module.max_norm}: each rank's forward would edit the weights that its "
+                f"own batch uses; leave it out, and limit the weights inside sherd.full_parameters"
+            )
 
 
 def _difference(first: list[tuple[object, ...]], theirs: list[tuple[object, ...]], rank: int) -> str:

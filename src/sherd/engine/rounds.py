@@ -61,6 +61,10 @@ class Rounds:
         self._options = options
         self._weights = Weights(options.loss_reduction, options.accumulate)
         self._factor = 1.0
+        self.careful = False
+        """Whether modules exchange something of their own during a backward. Where ranks use different parameters,
+        buckets would be launched between different ones of these exchanges: they then wait for the end."""
+        self._uniform = False  # whether every rank used every parameter in the last round
         self._holding = False
         self._touched = False
         self._backwards = 0  # in the gradient
@@ -143,7 +147,8 @@ class Rounds:
             self._collector.label = f"a backward of step {self.number}"
         if self._factor == 0.0:
             gradient = torch.zeros_like(gradient)  # zero times NaN is NaN, and the loss of no tokens may well be NaN
-        self._collector.arrive(entry, gradient, self._factor, self._weights.op if self._reduces else None)
+        at_once = self._reduces and (self._uniform or not self.careful)
+        self._collector.arrive(entry, gradient, self._factor, self._weights.op if at_once else None)
 
     def _check_round(self) -> None:
         """Refuse a round that cannot be right."""
@@ -214,6 +219,7 @@ class Rounds:
         agreed = agree(self._comm, report, self._trained.names)
         self._watch.agreed(agreed, self.number)
         self.finite = agreed.finite
+        self._uniform = agreed.uniform
         weights.agreed(agreed.weight, agreed.weighing, self._comm.world)
         self.access.used = [before or used for before, used in zip(self.access.used, agreed.used, strict=True)]
         collector.forget()  # who drops a gradient now must not find it used again

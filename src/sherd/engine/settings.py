@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sherd.comm import Communicator
-from sherd.engine.agreement import first_different
 from sherd.errors import Diverged
 
 Settings = list[dict[str, Any]]
@@ -38,9 +37,8 @@ def compare_optimizers(comm: Communicator, optimizer: Optimizer, names: Mapping[
     groups = settings_of(optimizer)
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
         settings["parameters"] = [names.get(id(parameter), "?") for parameter in group["params"]]
-    with comm.counters.agreeing():
-        everybody = comm.all_gather_object((type(optimizer).__name__, groups))
-    if rank := first_different(everybody):
+    everybody, rank = comm.compare_object((type(optimizer).__name__, groups))
+    if rank:
         (kind, groups), (other_kind, others) = everybody[0], everybody[rank]
         what = _difference(kind, groups, other_kind, others, rank)
         raise Diverged(f"{when} the ranks' optimizers differ: {what}; use the same on every rank", ranks=(0, rank))

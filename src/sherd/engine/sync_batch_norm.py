@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from sherd.comm import Communicator, labelled
+from sherd.data import share
 from sherd.engine.rounds import Rounds
 from sherd.errors import ConfigError
 
@@ -42,6 +43,7 @@ def share_statistics(model: nn.Module, engine: Engine) -> None:
         if type(module) in (nn.SyncBatchNorm, SyncedBatchNorm) and module.process_group is None:
             module.__class__ = SyncedBatchNorm
             _engines[module] = weakref.ref(engine), name
+            engine.rounds.careful = True
 
 
 class SyncedBatchNorm(nn.SyncBatchNorm):
@@ -110,7 +112,7 @@ class Ranks:
     def statistics(self, input: Tensor) -> Statistics:
         """Combine the statistics of all ranks' inputs, whatever their sizes. Collective."""
         channels = input.size(1)
-        count = input.numel() // channels
+        count = input.numel() // channels if share.current() else 0  # a batch that is only repeated is no part of it
         mine = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=input.device)
         if count:
             mean, variance = torch.batch_norm_update_stats(input.to(_working(input)), None, None, 0.0)
