@@ -20,7 +20,7 @@ from tests.training_helpers import STRATEGIES
 ROOT = Path(__file__).parents[1]
 PLAIN, DISTRIBUTED = (ROOT / "examples" / name for name in ("image_classifier_plain.py", "image_classifier.py"))
 PAGE = ROOT / "docs" / "image-classifier.md"
-LINE = re.compile(r"epoch +\d+  loss \d\.\d{3}  held out \d\.\d{3}  norm \d+\.\d\d  lr \d\.\d{5}")
+LINE = re.compile(r"epoch +\d+  held out \d+\.\d{3}  right \d\.\d{3}  norm \d+\.\d\d  lr \d\.\d{5}")
 CURVE = ("--dtype=float64", "--epochs=6", "--batch=100")  # 37 images are left for the last batch: 19 and 18
 STOPPING = ("--dtype=float64", "--epochs=9", "--batch=250", "--patience=1", "--lr=1")  # learns nothing at this rate
 
