@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from sherd.testing import RankPool
+from sherd.errors import Unsupported
+from sherd.testing import Hosts, RankPool
 
 # Some virtual machines offer AMX and do not have it: torch's half-precision kernels crash there.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -22,6 +23,24 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
         if world not in pools:
             pools[world] = RankPool(world, timeout=100)
         return pools[world]
+
+    yield pool
+    for each in pools.values():
+        each.close()
+
+
+@pytest.fixture(scope="session")
+def hosts() -> Iterator[Callable[[int, int], Hosts]]:
+    """`hosts(2, 3)` is the session's pool of two hosts with three ranks each; where none can be made, a skip."""
+    pools: dict[tuple[int, int], Hosts] = {}
+
+    def pool(count: int, ranks_per_host: int) -> Hosts:
+        if (count, ranks_per_host) not in pools:
+            try:
+                pools[count, ranks_per_host] = Hosts(count, ranks_per_host=ranks_per_host, timeout=100)
+            except Unsupported as error:
+                pytest.skip(str(error))
+        return pools[count, ranks_per_host]
 
     yield pool
     for each in pools.values():

@@ -55,7 +55,8 @@ def a_thousand(transport, count):
     before = descriptors(), shared_mappings(), threading.active_count()
     resident = resident_kb()
     some(count)
-    assert (descriptors(), shared_mappings(), threading.active_count()) == before
+    after = descriptors(), shared_mappings(), threading.active_count()
+    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
     grown = resident_kb() - resident
     c.close()
     return grown
@@ -74,7 +75,7 @@ def connect_and_close(transport, times):
                 c.shared_tensor(1000)
                 c.shared_buffers(1000)
             c.all_reduce(torch.ones(100_000)).wait()
-            group = c.subgroup([0, 1])
+            group = c.subgroup(range(c.world))
             group.all_reduce(torch.ones(10)).wait()
             c.barrier().wait()
             group.close()

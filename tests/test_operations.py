@@ -274,7 +274,9 @@ def reduce_with_own(transport, numel, dtype, codec):
         source = tensor_of(rank, (numel * world,), dtype)
         plain = ranks.reduce_scatter(source.clone(), op="mean", codec=codec).wait()
         own = source.view(world, -1)[rank].clone()
-        lent = ranks.shared_buffers(numel * world, dtype=dtype)[rank] if ranks.shares_memory else source.clone()
+        lent = (
+            ranks.shared_buffers(numel * world, dtype=dtype)[ranks.host.rank] if ranks.shares_memory else source.clone()
+        )
         for place in (source.clone(), lent):
             place.copy_(source)
             place.view(world, -1)[rank] = float("nan")  # scratch: nobody may look
@@ -393,5 +395,5 @@ def test_where_memory_cannot_be_shared_c10d_is_used_and_said_once(ranks):
 
 
 def test_labels_make_one_machine_play_several_hosts(ranks):
-    assert ranks(4).run(hosts_by_label, "auto") == [("c10d", 2)] * 4
+    assert ranks(4).run(hosts_by_label, "auto") == [("cluster", 2)] * 4
     assert all("2 hosts: [[0, 1], [2, 3]]" in text for text in ranks(4).run(hosts_by_label, "host"))

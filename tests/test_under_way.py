@@ -25,7 +25,7 @@ class Mixture:
         self.c = c
         self.same = random.Random(seed)
         self.own = random.Random(1000 * seed + c.rank)
-        self.buffer = c.shared_buffers(2_000_000)[c.rank] if c.shares_memory else None
+        self.buffer = c.shared_buffers(2_000_000)[c.host.rank] if c.shares_memory else None
         self.used = 0
         self.pending = []
         self.issued = 0

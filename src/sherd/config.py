@@ -27,7 +27,7 @@ from sherd.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-TRANSPORTS = ("auto", "host", "c10d")
+TRANSPORTS = ("auto", "host", "cluster", "c10d")
 ORDERS = ("tree", "transport")
 CHUNK_ALIGNMENT = 4096
 
@@ -70,8 +70,8 @@ class CommOptions(Options):
     """How ranks talk to each other."""
 
     transport: str = "auto"
-    """Who carries the bytes: "host" (memory shared by the ranks of one host), "c10d" (torch.distributed), or "auto":
-    the fastest that works for these ranks."""
+    """Who carries the bytes: "host" (memory shared by the ranks of one host), "cluster" (that inside each of several
+    hosts, torch.distributed across), "c10d" (torch.distributed), or "auto": the fastest that works for these ranks."""
 
     group: int | None = None
     """G of the summation tree: sums are taken in rank order inside groups of G consecutive ranks, then in group order.

@@ -2,11 +2,11 @@
 
     from sherd import comm
 
-    with comm.connect() as ranks:                 # solo, host or c10d: whatever these processes are
+    with comm.connect() as ranks:                 # solo, host, cluster or c10d: whatever these processes are
         mean = ranks.all_reduce(gradient, op="mean").wait()
 
 Read in this order: `base` (the interface), `handle`, `summation` (the order of sums), `codec`, `calls` (fingerprints),
-`counters`; then the transports `solo`, `host` and `c10d`; last `connect`, which chooses one.
+`counters`; then the transports `solo`, `host`, `c10d` and `cluster`; last `connect`, which chooses one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from sherd.comm.base import Communicator
 from sherd.comm.c10d.communicator import C10dCommunicator
 from sherd.comm.calls import labelled
+from sherd.comm.cluster.communicator import ClusterCommunicator
 from sherd.comm.codec import Cast, Codec
 from sherd.comm.connect import connect
 from sherd.comm.counters import Count, Counters
@@ -27,6 +28,7 @@ from sherd.errors import CodecFailed
 __all__ = [
     "C10dCommunicator",
     "Cast",
+    "ClusterCommunicator",
     "Codec",
     "CodecFailed",
     "CommOptions",

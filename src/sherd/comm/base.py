@@ -153,6 +153,17 @@ class Communicator(ABC):
         self._site = call_site()
         return self._barrier(_BARRIER)
 
+    def publish(self, part: Tensor, whole: Tensor) -> Handle:
+        """Every rank has updated its own slice of `whole`, which is `part`: make all of them visible on every rank.
+
+        The first dimension of `whole` is cut into `world` slices. Nobody may still read what they held before: a slice
+        may be overwritten when its own rank has made this call. Where `whole` is a `shared_tensor`, slices travel
+        between hosts only.
+        """
+        form = self._form("publish", part, whole, None, None)
+        result, flat = _output(part, whole, form)
+        return self._finish(self._publish(form.call, _flat(part), flat), result, flat)
+
     # ---------------------------------------------------------------- small Python objects
 
     def all_gather_object(self, obj: Any) -> list[Any]:
@@ -180,17 +191,25 @@ class Communicator(ABC):
     # ---------------------------------------------------------------- memory shared by the ranks of a host
 
     def shared_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """One zeroed allocation that all ranks map: what one writes, the others see after a barrier. Collective."""
+        """One zeroed allocation that all ranks of this host map: what one writes, the others see after a barrier.
+
+        Collective.
+        """
         raise Unsupported(f"{self._self()} does not share memory between ranks; check `comm.shares_memory` first")
 
     def shared_buffers(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """One zeroed buffer per rank, all of them visible to all ranks. Collective.
+        """One zeroed buffer per rank of `host`, all of them visible to all of those. Collective.
 
         An operation whose input lies in this rank's buffer is read in place by the others: nothing is copied in.
         """
         raise Unsupported(f"{self._self()} does not share memory between ranks; check `comm.shares_memory` first")
 
     # ---------------------------------------------------------------- groups and life
+
+    @property
+    @abstractmethod
+    def host(self) -> Communicator:
+        """The communicator among the ranks that share memory with this one: those of its host, or it alone."""
 
     @abstractmethod
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
@@ -219,6 +238,9 @@ class Communicator(ABC):
 
     @abstractmethod
     def _all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle: ...
+
+    def _publish(self, call: Call, source: Tensor, target: Tensor) -> Handle:
+        return self._all_gather(call, source, target, None)
 
     @abstractmethod
     def _all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle: ...
@@ -298,7 +320,7 @@ class Communicator(ABC):
         return Form(Call(operation, text, compared), shape, out_dtype)
 
     def _out_shape(self, operation: str, input: Tensor) -> torch.Size:
-        if operation == "all_gather":
+        if operation in ("all_gather", "publish"):
             return torch.Size((self.world * (input.shape[0] if input.dim() else 1), *input.shape[1:]))
         if operation not in ("reduce_scatter", "all_to_all"):
             return input.shape

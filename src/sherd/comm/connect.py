@@ -14,6 +14,7 @@ from torch.distributed import DistError, PrefixStore
 from sherd import observe
 from sherd.comm.base import Communicator
 from sherd.comm.c10d.communicator import C10dCommunicator, backend_limit
+from sherd.comm.cluster.communicator import ClusterCommunicator, Inside
 from sherd.comm.exchange import StoreExchange
 from sherd.comm.host.communicator import HostCommunicator
 from sherd.comm.host.rendezvous import Meeting, meet
@@ -44,19 +45,65 @@ def connect(options: CommOptions | None = None) -> Communicator:
     store = PrefixStore(f"sherd/{next(_connections)}", dist.distributed_c10d._get_default_store())
     meeting = meet(rank, rank, StoreExchange(store, rank, world, options.timeout), options)
     if options.group is None:
-        options = options.replace(group=_ranks_per_host(meeting))
-    problem = _why_not_host(meeting)
-    if options.transport == "host" and problem:
-        raise Unsupported(f'transport="host" cannot be used: {problem}. Write transport="auto" or "c10d".')
-    if options.transport == "c10d" or problem:
-        refused = [card for card in meeting.cards if card.refusal]
-        if options.transport == "auto" and refused and rank == 0:
-            log.warning("sherd uses c10d instead of the faster host transport: %s", problem)
-        peers = meeting.link.watch(options.timeout, meeting.link.members)
-        meeting.link.close()
-        group = dist.new_group(timeout=backend_limit(options))
-        return C10dCommunicator(group, options, [card.name for card in meeting.cards], peers)
+        options = options.replace(group=_ranks_per_host(meeting) or world)
+    communicator = _choose(meeting, options)
+    hosts = [[meeting.cards[r].name for r in host] for host in meeting.hosts]
+    observe.emit("comm.connect", transport=communicator.transport, world=world, hosts=hosts)
+    return communicator
+
+
+def _choose(meeting: Meeting, options: CommOptions) -> Communicator:
+    wanted = _best(meeting, options) if options.transport == "auto" else options.transport
+    problem = {"host": _why_not_host(meeting), "cluster": _why_not_cluster(meeting, options)}.get(wanted)
+    if problem:
+        raise Unsupported(f'transport="{wanted}" cannot be used: {problem}. Write transport="auto" or "c10d".')
+    return {"host": _host, "cluster": _cluster, "c10d": _flat}[wanted](meeting, options)
+
+
+def _best(meeting: Meeting, options: CommOptions) -> str:
+    """The fastest transport that works; where that is c10d for a reason that could be changed, it is said."""
+    refusal = _refusal(meeting)
+    if not refusal and len(meeting.hosts) == 1:
+        return "host"
+    if not refusal and (len(meeting.hosts) == len(meeting.cards) or options.order == "transport"):
+        return "c10d"
+    problem = refusal or _why_not_cluster(meeting, options)
+    if problem and meeting.link.rank == 0:
+        log.warning("sherd uses c10d instead of faster shared memory: %s", problem)
+    return "c10d" if problem else "cluster"
+
+
+def _host(meeting: Meeting, options: CommOptions) -> Communicator:
     return HostCommunicator(meeting.link, options)
+
+
+def _flat(meeting: Meeting, options: CommOptions) -> C10dCommunicator:
+    flat = _over_network(meeting, options)
+    meeting.link.close()
+    return flat
+
+
+def _cluster(meeting: Meeting, options: CommOptions) -> Communicator:
+    """Shared memory among the ranks of this host, a group of its own for each column, and the flat way for the rest."""
+    flat, members = _over_network(meeting, options), meeting.link.members
+    local, world = len(members), len(meeting.cards)
+    column = dist.new_group(
+        list(range(members.index(meeting.link.rank), world, local)),
+        use_local_synchronization=True,
+        timeout=backend_limit(options),
+    )
+    inside: Inside = SoloCommunicator(options)
+    again: Inside = SoloCommunicator(options)
+    if local > 1:
+        inside = HostCommunicator(meeting.link, options, numbers=members)
+        again = HostCommunicator(meeting.link, options, inside, members)
+    return ClusterCommunicator(flat, inside, again, column, options)
+
+
+def _over_network(meeting: Meeting, options: CommOptions) -> C10dCommunicator:
+    peers = meeting.link.watch(options.timeout, meeting.link.members)
+    group = dist.new_group(timeout=backend_limit(options))
+    return C10dCommunicator(group, options, [card.name for card in meeting.cards], peers)
 
 
 def _initialise(timeout: float) -> None:
@@ -77,17 +124,32 @@ def _initialise(timeout: float) -> None:
         ) from error
 
 
-def _ranks_per_host(meeting: Meeting) -> int:
-    """G of the summation tree: hosts of equal size that hold consecutive ranks are its groups."""
+def _ranks_per_host(meeting: Meeting) -> int | None:
+    """Of hosts of equal size that hold consecutive ranks: they are the groups of the summation tree."""
     sizes = {len(host) for host in meeting.hosts}
     consecutive = all(host == list(range(host[0], host[0] + len(host))) for host in meeting.hosts)
-    return sizes.pop() if len(sizes) == 1 and consecutive else len(meeting.cards)
+    return sizes.pop() if len(sizes) == 1 and consecutive else None
 
 
 def _why_not_host(meeting: Meeting) -> str | None:
-    for card in meeting.cards:
-        if card.refusal:
-            return f"on {card.name}, {card.refusal}"
-    if len(meeting.hosts) > 1:
+    if len(meeting.hosts) > 1 and not _refusal(meeting):
         return f"the ranks are on {len(meeting.hosts)} hosts: {meeting.hosts}"
-    return None
+    return _refusal(meeting)
+
+
+def _why_not_cluster(meeting: Meeting, options: CommOptions) -> str | None:
+    ranks = _ranks_per_host(meeting)
+    if ranks is None:
+        return f"the hosts must hold as many consecutive ranks each, and these hold {meeting.hosts}"
+    if options.group != ranks:
+        return f"sums are taken host by host, and group={options.group} is not the {ranks} ranks of a host"
+    if options.order == "transport":
+        return 'it sums by the tree, and order="transport" was asked for'
+    if len(meeting.hosts) == 1:
+        return "all ranks are on one host"
+    return _refusal(meeting)
+
+
+def _refusal(meeting: Meeting) -> str | None:
+    """Why memory cannot be shared on one of the hosts."""
+    return next((f"on {card.name}, {card.refusal}" for card in meeting.cards if card.refusal), None)

@@ -11,6 +11,14 @@ from sherd.errors import CommError, Diverged, PeerLost, TimedOut
 log = logging.getLogger("sherd")
 
 
+class LinkBroken(RuntimeError):
+    """The backend's error about the connection to rank `peer`."""
+
+    def __init__(self, words: str, peer: int) -> None:
+        super().__init__(words)
+        self.peer = peer
+
+
 def diverged(number: int, sides: Sequence[str], ranks: Sequence[int]) -> Diverged:
     """`sides` say who called what, and where."""
     return Diverged(

@@ -81,12 +81,16 @@ def check_reduction(name: str) -> None:
         raise ConfigError(f"unknown reduction {name!r}; {nearest(name, REDUCTIONS)}")
 
 
-def combine(tree: SummationTree, parts: Sequence[Tensor], out: Tensor, reduction: str = "sum") -> None:
+def combine(
+    tree: SummationTree, parts: Sequence[Tensor], out: Tensor, reduction: str = "sum", count: int | None = None
+) -> None:
     """Reduce `parts` (one flat tensor per rank, in rank order) into the flat tensor `out`, by the tree.
 
-    `out` may be one of the parts, and may have another dtype; it is rounded to that dtype once, at the end.
+    `out` may be one of the parts, and may have another dtype; it is rounded to that dtype once, at the end. A mean
+    divides by `count`: more than the number of parts where those are sums themselves.
     """
-    if len(parts) == 1:
+    count = count or len(parts)
+    if len(parts) == 1 and (count == 1 or reduction != "mean"):
         out.copy_(parts[0])
         return
     wire = parts[0].dtype
@@ -95,19 +99,19 @@ def combine(tree: SummationTree, parts: Sequence[Tensor], out: Tensor, reduction
             # One group or two: the same single addition, straight into its place.
             REDUCTIONS[reduction](parts[0], parts[1], out=out)
             if reduction == "mean":
-                _divide(out, 2)
+                _divide(out, count)
             return
         if len(tree.groups) == 1 and all(out.data_ptr() != part.data_ptr() for part in parts[2:]):
-            _combine_directly(parts, out, reduction)
+            _combine_directly(parts, out, reduction, count)
             return
     if out.numel() <= SUM_BLOCK:
-        out.copy_(_combine_block(tree, parts, reduction))
+        out.copy_(_combine_block(tree, parts, reduction, count))
         return
     for place, *pieces in _in_blocks(out, *parts):
-        place.copy_(_combine_block(tree, pieces, reduction))
+        place.copy_(_combine_block(tree, pieces, reduction, count))
 
 
-def _combine_directly(parts: Sequence[Tensor], out: Tensor, reduction: str) -> None:
+def _combine_directly(parts: Sequence[Tensor], out: Tensor, reduction: str, count: int) -> None:
     """In one group, straight into its place: nothing is rounded on the way and no later part is written over."""
     add = REDUCTIONS[reduction]
     for place, first, *others in _in_blocks(out, *parts):
@@ -115,14 +119,14 @@ def _combine_directly(parts: Sequence[Tensor], out: Tensor, reduction: str) -> N
         for other in others:
             total = add(total, other, out=place)
         if reduction == "mean":
-            _divide(place, len(parts))
+            _divide(place, count)
 
 
 def _in_blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     return zip(*(torch.split(tensor, SUM_BLOCK) for tensor in tensors), strict=True)
 
 
-def _combine_block(tree: SummationTree, parts: Sequence[Tensor], reduction: str) -> Tensor:
+def _combine_block(tree: SummationTree, parts: Sequence[Tensor], reduction: str, count: int) -> Tensor:
     add = REDUCTIONS[reduction]
     wire, accumulate = parts[0].dtype, sum_dtype(parts[0].dtype)
     total: Tensor | None = None
@@ -135,14 +139,14 @@ def _combine_block(tree: SummationTree, parts: Sequence[Tensor], reduction: str)
         total = partial if total is None else add(total, partial, out=total)
     assert total is not None
     if reduction == "mean":
-        _divide(total, tree.world)
+        _divide(total, count)
     return total
 
 
-def _divide(total: Tensor, world: int) -> None:
-    if world & (world - 1) == 0 and total.is_floating_point():
-        total.mul_(1 / world)  # the same bits for a power of two, and faster
+def _divide(total: Tensor, count: int) -> None:
+    if count & (count - 1) == 0 and total.is_floating_point():
+        total.mul_(1 / count)  # the same bits for a power of two, and faster
     elif total.is_floating_point() or total.is_complex():
-        total.div_(world)
+        total.div_(count)
     else:
-        total.div_(world, rounding_mode="floor")
+        total.div_(count, rounding_mode="floor")

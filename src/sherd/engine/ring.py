@@ -49,5 +49,5 @@ class Ring:
 
     def _allocate(self) -> Tensor:
         if self._comm.shares_memory and self._device.type == "cpu":
-            return self._comm.shared_buffers(self.slot_bytes, dtype=torch.uint8)[self._comm.rank]
+            return self._comm.shared_buffers(self.slot_bytes, dtype=torch.uint8)[self._comm.host.rank]
         return torch.empty(self.slot_bytes, dtype=torch.uint8, device=self._device)

@@ -51,7 +51,7 @@ class ParameterStore(ABC):
         return
 
     def bytes(self) -> int:
-        """Bytes of parameters that this rank allocated; a shared store counts once, on rank 0."""
+        """Bytes of parameters that this rank allocated; a shared store counts once, on the first rank of a host."""
         return sum(parameter.nbytes for parameter in self._parameters)
 
     def write(self, indices: Sequence[int]) -> None:
@@ -151,15 +151,11 @@ class FlatStore(ParameterStore):
             self._parameters[index].data = self.homes[index].clone()
 
     def write(self, indices: Sequence[int]) -> None:
-        self.acquire()
         if self._comm.rank == 0:
             for index in indices:
                 self.homes[index].copy_(self._parameters[index].detach())
-        self._spread(indices)
-        self.take_back(indices)
-
-    def _spread(self, indices: Sequence[int]) -> None:
         self.from_leader(self.homes[index] for index in indices)
+        self.take_back(indices)
 
     def bytes(self) -> int:
         return sum(flat.nbytes for flat in self._flats.values())
@@ -197,30 +193,48 @@ class PrivateStore(FlatStore):
 
 
 class HostStore(FlatStore):
-    """One copy on the host, mapped by all its ranks: an update needs no message, only to be waited for."""
+    """One copy on each host, mapped by all its ranks: an update needs messages between hosts only."""
 
     shared = True
 
     def acquire(self) -> None:
-        self._comm.barrier().wait()
+        self._comm.host.barrier().wait()
 
     def publish(self) -> None:
-        self._comm.barrier().wait()
+        if self._alone:
+            self._comm.barrier().wait()
+        else:
+            for handle in [self._comm.publish(s, b) for s, b in zip(self.slices, self.buckets, strict=True)]:
+                handle.wait()
         self.bump()
 
-    def bytes(self) -> int:
-        return super().bytes() if self._comm.rank == 0 else 0
+    def write(self, indices: Sequence[int]) -> None:
+        if not self._alone:
+            self.from_leader(self._parameters[index] for index in indices)
+        self.acquire()
+        if self._comm.host.rank == 0:
+            for index in indices:
+                self.homes[index].copy_(self._parameters[index].detach())
+        self._comm.host.barrier().wait()
+        self.take_back(indices)
 
-    def _spread(self, indices: Sequence[int]) -> None:
-        self._comm.barrier().wait()
+    def bytes(self) -> int:
+        return super().bytes() if self._comm.host.rank == 0 else 0
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._comm.shared_tensor(numel, dtype=dtype)
 
     def _fill(self) -> None:
-        if self._comm.rank == 0:
+        if not self._alone:
+            self.from_leader(self._parameters)
+        if self._comm.host.rank == 0:
             self._copy_in()
-        self._comm.barrier().wait()
+        self._comm.host.barrier().wait()
+
+    @property
+    def _alone(self) -> bool:
+        """Whether there is only this host."""
+        return self._comm.host.world == self._comm.world
 
 
 def _with_own_storage(flat: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class WholeGradients(RingGradients):
         comm, sizes = self._comm, numel_by_dtype(buckets, self._room)
         if not (comm.shares_memory and self._device.type == "cpu"):
             return self._zeros(sizes)
-        return {d: comm.shared_buffers(size, dtype=dtype_of(d))[comm.rank] for d, size in sizes.items()}
+        return {d: comm.shared_buffers(size, dtype=dtype_of(d))[comm.host.rank] for d, size in sizes.items()}
 
     def _allocate(self, buckets: Sequence[Bucket], memory: dict[str, Tensor]) -> None:
         layout, known = self.layout, len(self._filled)

@@ -16,6 +16,7 @@
 - Ranks find RANK, WORLD_SIZE, MASTER_PORT and the rest in their environment, as under torchrun.
 - A failing rank raises `sherd.errors.RankFailed` with every failing rank's traceback. Ranks that do not finish raise
   `RanksTimedOut`, a `RankFailed` with every rank's Python stack.
+- `Hosts` puts them on several hosts, played by network namespaces, with cables that can be cut, slowed and read.
 - A test that kills ranks on purpose names them in `expected_exits` and finds `Died` in their place.
 
 A *run* is one function on every rank. Ranks are forked by multiprocessing's *fork server*, which has imported torch.
@@ -26,7 +27,8 @@ from __future__ import annotations
 from sherd.ranks.report import RanksTimedOut
 from sherd.ranks.watch import Died
 from sherd.testing.fake import FakeCommunicator
+from sherd.testing.hosts import Host, Hosts
 from sherd.testing.pool import RankPool
 from sherd.testing.ranks import run_ranks
 
-__all__ = ["Died", "FakeCommunicator", "RankPool", "RanksTimedOut", "run_ranks"]
+__all__ = ["Died", "FakeCommunicator", "Host", "Hosts", "RankPool", "RanksTimedOut", "run_ranks"]

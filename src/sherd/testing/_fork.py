@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import socket
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from sherd.ranks import worker
 from sherd.ranks.process import Process
@@ -12,14 +14,23 @@ from sherd.ranks.process import Process
 
 def start(rank: int, control: socket.socket) -> tuple[Process, tuple[()]]:
     """The process of a rank. What it prints goes where the caller's own output goes."""
-    process = _context().Process(target=_main, args=(rank, control), name=f"rank {rank}")
+    return start_with(None, (), rank, control)
+
+
+def start_with(
+    prepare: Callable[..., None] | None, args: tuple[Any, ...], rank: int, control: socket.socket
+) -> tuple[Process, tuple[()]]:
+    """The process of a rank that calls `prepare(*args)` before anything else."""
+    process = _context().Process(target=_main, args=(rank, control, prepare, args), name=f"rank {rank}")
     process.start()
     return process, ()
 
 
-def _main(rank: int, control: socket.socket) -> None:
+def _main(rank: int, control: socket.socket, prepare: Callable[..., None] | None, args: tuple[Any, ...]) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None, "it is always started by multiprocessing"
+    if prepare is not None:
+        prepare(*args)
     worker.main(rank, control, parent.sentinel)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sherd.comm import Communicator
+from sherd.comm import Communicator, SoloCommunicator
 from sherd.comm.calls import Call
 from sherd.comm.codec import Codec
 from sherd.comm.handle import Done, Handle
@@ -27,6 +27,10 @@ class FakeCommunicator(Communicator):
 
     def __init__(self, rank: int, world: int, options: CommOptions | None = None) -> None:
         super().__init__(rank, world, options or CommOptions())
+
+    @property
+    def host(self) -> Communicator:
+        return SoloCommunicator(self.options)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         return [obj] * self.world

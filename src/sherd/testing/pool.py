@@ -13,7 +13,8 @@ from sherd.errors import ConfigError
 from sherd.ranks import call
 from sherd.ranks.team import Team
 from sherd.ranks.watch import Died
-from sherd.testing import _call, _fork
+from sherd.testing import _call
+from sherd.testing._place import Place
 
 T = TypeVar("T")
 
@@ -29,9 +30,12 @@ class RankPool:
     run starts new ones. Not for use by two threads at a time.
 
     `timeout` bounds a run, in seconds. After the first failure the other ranks have `grace` seconds to fail too.
+    `place` is where they are: this machine, or what plays others (see `Hosts`).
     """
 
-    def __init__(self, world_size: int, *, timeout: float = 60.0, grace: float = 2.0) -> None:
+    def __init__(
+        self, world_size: int, *, timeout: float = 60.0, grace: float = 2.0, place: Place | None = None
+    ) -> None:
         if not isinstance(world_size, int) or world_size < 1:
             raise ConfigError(f"world_size must be a whole number of at least 1, got {world_size!r}")
         for name, seconds in (("timeout", timeout), ("grace", grace)):
@@ -40,7 +44,8 @@ class RankPool:
         self.timeout = timeout
         self.grace = grace
         self._closed = False
-        self._team = Team(_fork.start, world_size, grace=grace, start_timeout=START_TIMEOUT)
+        self._place = place or Place()
+        self._team = Team(self._place.start, world_size, grace=grace, start_timeout=START_TIMEOUT)
         # A pool that nobody closes: multiprocessing's own finalizers run before it waits for its children at exit (for
         # ever, as idle ranks do not end by themselves), in processes that it started too, and not in forks of ours.
         self._finalizer = Finalize(self, self._team.close, exitpriority=0)
@@ -84,11 +89,12 @@ class RankPool:
             raise ConfigError("this RankPool is closed; build a new one")
         limit = self.timeout if timeout is None else _check_seconds("timeout", timeout)
         expected = self._check_expected(expected_exits)
-        pickled, extra = _call.pickled(fn, args), _call.checked_env(env)
+        pickled, extra = _call.pickled(*self._place.call(fn, args)), _call.checked_env(env)
         threads = call.fair_threads(self.world_size)
         environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        with call.rendezvous() as port:
+        with self._place.rendezvous() as (port, variables):
             try:
+                extra = variables | extra
                 task = call.task(pickled, self.world_size, port, environ=environ, extra=extra, threads=threads)
                 results = self._team.run(task, limit, expected)
                 if expected:

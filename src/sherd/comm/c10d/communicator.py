@@ -25,18 +25,20 @@ from sherd.comm import faults
 from sherd.comm.base import Communicator
 from sherd.comm.c10d.lanes import Lane, Message
 from sherd.comm.c10d.slices import Slices, Steps, as_bytes
-from sherd.comm.c10d.watchdog import Watchdog
+from sherd.comm.c10d.watchdog import MOVE_EVERY, Watchdog
 from sherd.comm.calls import Call, call_site, site_text
 from sherd.comm.codec import Codec, wire_bytes
 from sherd.comm.handle import Handle
 from sherd.comm.host.peers import Peers
+from sherd.comm.progress import move_everything, take_part
 from sherd.comm.solo import SoloCommunicator
 from sherd.comm.summation import cut_for, one_phase
 from sherd.config import CommOptions
-from sherd.errors import CodecFailed, CommClosed, CommError
+from sherd.errors import CodecFailed, CommClosed, CommError, Diverged, PeerLost, TimedOut
 
-MOVE_EVERY = 0.005
 _HEADER = struct.Struct("<Q504s")  # fingerprint, call and site
+HEADER_BYTES = _HEADER.size
+_KINDS = {Diverged: "diverged", PeerLost: "lost", TimedOut: "late"}
 
 
 def backend_limit(options: CommOptions) -> timedelta:
@@ -82,9 +84,11 @@ class C10dHandle(Handle):
 
     def _go_on(self) -> None:
         with self._breaking():
-            assert self._work is not None
-            self._wait(self._work)
-            self._work = next(self._steps, None)
+            work = self._work
+            assert work is not None
+            self._wait(work)
+            if self._work is work:  # while it waited, it may have been moved on
+                self._work = next(self._steps, None)
 
 
 class C10dCommunicator(Communicator):
@@ -103,6 +107,7 @@ class C10dCommunicator(Communicator):
         self.names = list(names or [f"rank {r}" for r in dist.get_process_group_ranks(group)])
         self._group = group
         self._number = 0
+        self._alone = SoloCommunicator(self.options)
         self._broken: str | None = None
         self._in_exchanges: C10dHandle | None = None
         self._lanes: dict[tuple[str, int], Lane] = {}
@@ -111,10 +116,15 @@ class C10dCommunicator(Communicator):
         self._device = torch.device("cpu") if "gloo" in dist.get_backend_config(group) else torch.device("cuda")
         store = PrefixStore("sherd", dist.distributed_c10d._get_process_group_store(group))
         self._watchdog = Watchdog(store, self.rank, self.names, peers, self.options)
+        take_part(self)
         # Called by close(), or when nobody holds this communicator any more, or at the end of the process.
         self._leave = weakref.finalize(self, self._watchdog.close)
 
     # ---------------------------------------------------------------- groups and life
+
+    @property
+    def host(self) -> Communicator:
+        return self._alone
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         self._check_group(ranks)
@@ -130,6 +140,12 @@ class C10dCommunicator(Communicator):
         peers = self._peers.renumbered({r: i for i, r in enumerate(ranks)}) if self._peers else None
         return C10dCommunicator(group, options, [self.names[r] for r in ranks], peers)
 
+    def fail(self, error: CommError) -> None:
+        """Give up because of what happened elsewhere, and tell the other ranks."""
+        if self._broken is None:
+            self._broken = str(error)
+            self._watchdog.report(_KINDS.get(type(error), "failed"), error)
+
     def _close(self, error: BaseException | None) -> None:
         if self._broken is None:
             self._broken = "it was closed"
@@ -137,6 +153,10 @@ class C10dCommunicator(Communicator):
                 self._watchdog.report("failed", CommError(f"{type(error).__name__}: {error}"))
         self._lanes.clear()
         self._leave()
+
+    def move_all(self) -> int:
+        """Move on what takes several exchanges, without waiting; the number of operations that need it."""
+        return 0 if self._in_exchanges is None or self._in_exchanges.done() else 1
 
     # ---------------------------------------------------------------- operations
 
@@ -234,9 +254,8 @@ class C10dCommunicator(Communicator):
     def _message(self, call: Call, payload: int, peer: int, steps: Callable[[], Steps]) -> Handle:
         def watch(attempt: Callable[[float], bool]) -> None:
             def attempt_and_move(seconds: float) -> bool:
-                # The peer may be waiting for this rank's part of the collective before it sends.
-                moving = self._in_exchanges is not None and not self._in_exchanges.done()
-                return attempt(MOVE_EVERY if moving else seconds)
+                # The peer may be waiting for this rank's part of something else before it sends.
+                return attempt(MOVE_EVERY if move_everything() else seconds)
 
             with self._breaking():
                 self._watchdog.watch(attempt_and_move, [peer])
@@ -255,7 +274,7 @@ class C10dCommunicator(Communicator):
             raise CommClosed(f"this communicator cannot be used any more: {self._broken}")
 
     def _begin(self, call: Call, payload: int) -> Callable[[], None]:
-        self.counters.add(call.operation, payload, _HEADER.size * (self.world - 1) if self.options.check else 0)
+        self.counters.add(call.operation, payload, HEADER_BYTES * (self.world - 1) if self.options.check else 0)
         deed = self._watchdog.enter(self._number, f"{call.text} at {site_text(self._site)}")
         return lambda: self._watchdog.finish(deed)
 

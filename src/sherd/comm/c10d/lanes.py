@@ -10,12 +10,18 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from torch import Tensor
 
-from sherd.comm.c10d.slices import Steps
 from sherd.comm.handle import Handle
+
+
+class Waitable(Protocol):
+    """A piece of the backend's work."""
+
+    def wait(self) -> object: ...
 
 
 class Message(Handle):
@@ -24,7 +30,7 @@ class Message(Handle):
     __slots__ = ("_finished", "_over", "_steps", "_watch", "error")
 
     def __init__(
-        self, steps: Steps, watch: Callable[[Callable[[float], bool]], None], finished: Callable[[], None]
+        self, steps: Iterator[Waitable], watch: Callable[[Callable[[float], bool]], None], finished: Callable[[], None]
     ) -> None:
         self._steps = steps
         self._watch = watch

@@ -1,8 +1,9 @@
 """Waiting over torch.distributed without hanging and without silence.
 
 The backend's own waits end in an error that names nobody, or not at all. Here every rank says in the store what it last
-did (a thread publishes it once a second, so a rank that is busy elsewhere has still said it); who waits looks every
-tenth of a second whether a peer has died, left or failed, and knows whom to name when it gives up.
+did (a thread publishes it once a second, so a rank that is busy elsewhere has still said it, and one that is stopped or
+cut off is silent); who waits looks every tenth of a second whether a peer has died, left or failed, and knows whom to
+name when it gives up.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from sherd.comm import faults
+from sherd.comm.c10d.inquiry import Inquiry
 from sherd.comm.host.peers import Peers
+from sherd.comm.progress import move_everything
 from sherd.config import CommOptions
 from sherd.errors import CommError, Diverged, PeerLost, TimedOut
 
 LOOK_EVERY = 0.1
+MOVE_EVERY = 0.005  # while something else is under way
 PUBLISH_EVERY = 1.0
 PATIENCE = 0.2
+EXPLAIN_WITHIN = 1.0
 _FAULTS: dict[str, type[CommError]] = {"diverged": Diverged, "lost": PeerLost, "late": TimedOut}
 
 
@@ -44,9 +49,18 @@ class Watchdog:
         self._options = options
         self._deed: dict[str, Any] = {"number": 0, "text": "", "since": time.time(), "inside": False, "left": False}
         self._published: dict[str, Any] = {}
-        self._lock = threading.Lock()
+        self._beat = 0  # counts what was published
+        self._beat_every = min(PUBLISH_EVERY, options.warn_seconds / 3)
+        self._heard: dict[int, tuple[int, float]] = {}  # the last beat of every rank, and when it was new here
+        self._known: dict[int, dict[str, Any]] = {}
+        self._inquiry = Inquiry()
+        self._ask = self._inquiry.ask
         self._stop = threading.Event()
-        arguments = (weakref.ref(self), self._stop)  # the thread must not keep alive what nobody else holds
+        arguments = (
+            weakref.ref(self),
+            self._stop,
+            self._beat_every,
+        )  # the thread must not keep alive what nobody else holds
         threading.Thread(target=_publish_forever, args=arguments, name="sherd-watchdog", daemon=True).start()
 
     # ---------------------------------------------------------------- what this rank does
@@ -83,6 +97,8 @@ class Watchdog:
         """Complete a collective."""
 
         def attempt(seconds: float) -> bool:
+            if seconds > MOVE_EVERY and not work.is_completed() and move_everything():
+                seconds = MOVE_EVERY
             try:
                 work.wait(timedelta(seconds=seconds))
             except RuntimeError:
@@ -93,9 +109,15 @@ class Watchdog:
 
         self.watch(attempt, range(len(self._names)))
 
-    def watch(self, attempt: Callable[[float], bool], needed: Sequence[int]) -> None:
-        """Repeat `attempt(seconds)` until it is True, for as long as the `needed` ranks may still do their part."""
+    def watch(
+        self, attempt: Callable[[float], bool], needed: Sequence[int], slow: Callable[[], Sequence[int]] = tuple
+    ) -> None:
+        """Repeat `attempt(seconds)` until it is True, for as long as the `needed` ranks may still do their part.
+
+        `slow` knows whose data is on its way when everybody has come.
+        """
         start = time.monotonic()
+        listened = False
         warn_at = start + self._options.warn_seconds
         while True:
             try:
@@ -109,11 +131,13 @@ class Watchdog:
             gone = self._gone(needed)
             if (gone or self._reported()) and not attempt(PATIENCE):
                 raise self._reported() or self._lost(gone)
+            if not listened:
+                listened = bool(self._deeds())  # from now on it shows who is silent
             waited = time.monotonic() - start
             if waited > self._options.timeout:
-                raise self._timed_out(waited, needed)
+                raise self._timed_out(waited, self._missing(needed) or slow())
             if time.monotonic() > warn_at:
-                self._warn(waited, needed)
+                self._warn(waited, self._missing(needed) or slow())
                 warn_at = start + 2 * waited
 
     # ---------------------------------------------------------------- what may have gone wrong
@@ -141,16 +165,21 @@ class Watchdog:
 
     def explain(self, error: RuntimeError, needed: Sequence[int]) -> CommError:
         """The backend has lost a connection: find out to whom. Its error comes before the process is gone."""
-        for _ in range(20):
+        peers = [error.peer] if isinstance(error, faults.LinkBroken) else []
+        deadline = time.monotonic() + (EXPLAIN_WITHIN if peers else EXPLAIN_WITHIN + 3 * self._beat_every)
+        while time.monotonic() < deadline:
             gone = self._gone(needed)
             if gone:
                 return self._lost(gone)
             reported = self._reported()
             if reported is not None:
                 return reported
+            self._deeds()
             time.sleep(0.05)
-        end = f"the connection to a peer was lost: {str(error).splitlines()[0]}"
-        return self.report("lost", faults.lost([end], "; ".join(self._everyone()), ()))
+        peers = peers or self._silent(needed) or self._missing(needed)
+        who = ", ".join(self._names[r] for r in peers) or "a peer"
+        end = f"the connection to {who} was lost: {str(error).splitlines()[0]}"
+        return self.report("lost", faults.lost([end], "; ".join(self._everyone()), peers))
 
     def _lost(self, ranks: Sequence[int]) -> CommError:
         deeds = self._deeds()
@@ -158,7 +187,7 @@ class Watchdog:
         for r in ranks:
             left = deeds.get(r, {}).get("left")
             end = "left" if left or not self._peers else self._peers.how_it_ended(r)
-            ends.append(f"{self._names[r]} {end}; it {_words(deeds.get(r))}")
+            ends.append(f"{self._names[r]} {end}; it {self._deed_of(r)}")
         return self.report("lost", faults.lost(ends, f"{self._names[self._rank]} {_words(self._deed)}", ranks))
 
     def _missing(self, needed: Sequence[int]) -> list[int]:
@@ -166,24 +195,40 @@ class Watchdog:
         if len(needed) == 1:
             return list(needed)
         deeds = self._deeds()
+        if self._inquiry.silent_for():
+            return [r for r in needed if r != self._rank]  # nobody can be heard of from here
         number = self._deed["number"]
-        return [
+        behind = [
             r for r in range(len(self._names)) if r != self._rank and deeds.get(r, {"number": 0})["number"] < number
         ]
+        return behind or self._silent(needed)
 
-    def _timed_out(self, seconds: float, needed: Sequence[int]) -> CommError:
-        missing = self._missing(needed)
+    def _silent(self, ranks: Sequence[int]) -> list[int]:
+        """Those of `ranks` that were in a call and whose beats have stopped: they are stopped, or cut off."""
+        now = time.monotonic()
+        silence = {r: now - when for r, (_, when) in self._heard.items() if self._known[r]["inside"]}
+        return [r for r in ranks if r != self._rank and silence.get(r, 0.0) > 2 * self._beat_every]
+
+    def _timed_out(self, seconds: float, missing: Sequence[int]) -> CommError:
         late = [self._names[r] for r in missing]
         return self.report("late", faults.timed_out(late, seconds, self._everyone(), missing))
 
-    def _warn(self, seconds: float, needed: Sequence[int]) -> None:
-        deeds = self._deeds()
-        late = {r: f"{self._names[r]}; it {_words(deeds.get(r))}" for r in self._missing(needed)}
+    def _warn(self, seconds: float, missing: Sequence[int]) -> None:
+        late = {r: f"{self._names[r]}; it {self._deed_of(r)}" for r in missing}
         faults.warn_late(self._names[self._rank], late, seconds, self._deed["text"], self._options.timeout)
 
     def _everyone(self) -> list[str]:
-        deeds = {**self._deeds(), self._rank: self._deed}
-        return [f"{name} {_words(deeds.get(r))}" for r, name in enumerate(self._names)]
+        self._deeds()
+        everyone = [f"{name} {self._deed_of(r)}" for r, name in enumerate(self._names)]
+        if silence := self._inquiry.silent_for():
+            everyone.insert(0, f"{self._names[self._rank]} has had no word from the store for {silence:.1f} s")
+        return everyone
+
+    def _deed_of(self, rank: int) -> str:
+        words = _words(self._deed if rank == self._rank else self._known.get(rank))
+        if self._silent([rank]):
+            words += f", and was last heard of {time.monotonic() - self._heard[rank][1]:.1f} s ago"
+        return words
 
     # ---------------------------------------------------------------- the store
 
@@ -192,29 +237,26 @@ class Watchdog:
             known = [r for r in range(len(self._names)) if self._store.check([f"deed/{r}"])]
             return {r: json.loads(self._store.get(f"deed/{r}")) for r in known}
 
-        return self._ask(read) or {}
+        self._known = self._ask(read) or self._known
+        for r, deed in self._known.items():
+            if self._heard.get(r, (-1, 0.0))[0] != deed["beat"]:
+                self._heard[r] = (deed["beat"], time.monotonic())
+        return self._known
 
     def publish(self) -> None:
-        """Tell the others what this rank last did, if they do not know yet."""
-        if self._deed is not self._published:
+        """Tell the others what this rank last did if they do not know yet, and inside a call that it is still there."""
+        if self._deed is not self._published or self._deed["inside"]:
             self._ask(self._set_deed)
 
     def _set_deed(self) -> None:
-        deed = self._deed  # read under the lock: the last word must not be overwritten by an older one
-        self._store.set(f"deed/{self._rank}", json.dumps(deed))
+        deed = self._deed  # read now, as questions are asked in order: the last word is not overwritten by an older one
+        self._beat += 1
+        self._store.set(f"deed/{self._rank}", json.dumps({**deed, "beat": self._beat}))
         self._published = deed
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        """An answer of the store, or None when it is gone: then there is nobody left to tell."""
-        with self._lock:
-            try:
-                return question()
-            except RuntimeError:
-                return None
 
-
-def _publish_forever(watchdog: weakref.ref[Watchdog], stop: threading.Event) -> None:
-    while not stop.wait(PUBLISH_EVERY):
+def _publish_forever(watchdog: weakref.ref[Watchdog], stop: threading.Event, seconds: float) -> None:
+    while not stop.wait(seconds):
         alive = watchdog()
         if alive is None:
             return

@@ -58,13 +58,20 @@ class Channels:
     """The channels that start or end at one rank."""
 
     def __init__(
-        self, segment: Segment, board: Board, memory: SharedMemory, scheduler: Scheduler, names: Sequence[str]
+        self,
+        segment: Segment,
+        board: Board,
+        memory: SharedMemory,
+        scheduler: Scheduler,
+        names: Sequence[str],
+        numbers: Sequence[int],
     ) -> None:
         self._segment = segment
         self._board = board
         self._memory = memory
         self._scheduler = scheduler
         self._names = names
+        self._numbers = numbers
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._texts: dict[tuple[Call, Site], bytes] = {}
         me, world = board.rank, board.world
@@ -195,7 +202,7 @@ class Channels:
             f"{self._names[me]} called {o.call.text} at {site_text(o.site)}",
             f"{self._names[source]} called {text.rstrip(bytes(1)).decode(errors='replace')}",
         ]
-        error = faults.diverged(o.number, sides, (me, source))
+        error = faults.diverged(o.number, sides, (self._numbers[me], self._numbers[source]))
         self._board.leave_word(State.DIVERGED, str(error))
         faults.emit_fault(error)
         return error

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sherd import observe
 from sherd.comm.base import Communicator
 from sherd.comm.calls import Call, call_site
 from sherd.comm.codec import Codec, wire_bytes
@@ -33,6 +32,7 @@ from sherd.comm.host.waiting import Waiter
 from sherd.comm.solo import SoloCommunicator
 from sherd.comm.summation import combine, cut_for, one_phase
 from sherd.config import CommOptions
+from sherd.errors import CommError
 
 HEADER_BYTES = 64
 MAX_PLANS = 256
@@ -45,7 +45,15 @@ class HostCommunicator(Communicator):
     transport = "host"
     shares_memory = True
 
-    def __init__(self, link: Link, options: CommOptions) -> None:
+    def __init__(
+        self,
+        link: Link,
+        options: CommOptions,
+        beside: HostCommunicator | None = None,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        """`beside` is a communicator over the same link, whose shared memory and counters this one takes as its own.
+        `numbers` are the ranks as errors list them, where this is a part of a larger communicator."""
         rank, world = link.members.index(link.rank), len(link.members)
         super().__init__(rank, world, options)
         self.names = [card.name for card in link.cards]
@@ -54,25 +62,38 @@ class HostCommunicator(Communicator):
         self._number = 0
         self._shared_calls: dict[tuple[Call, Place], Call] = {}
         self._plans: dict[Call, SmallPlan | None] = {}
-        self._memory = SharedMemory()
+        self._memory: SharedMemory = beside._memory if beside else SharedMemory()
+        self.counters = beside.counters if beside else self.counters
         self._board = Board(self._share("board", Board.nbytes(world)), rank, world)
         self._peers = link.watch(options.timeout, range(world))
-        waiter = Waiter(self._board, self._peers, self.names, options, spin=spins_pay(world))
+        numbers = numbers or self._all
+        waiter = Waiter(self._board, self._peers, self.names, numbers, options, spin=spins_pay(world))
         self._scheduler = Scheduler(self._board, waiter)
         small = self._ring("small", SMALL_BYTES, SMALL_CHUNKS)
         large = self._ring("large", options.chunk_bytes, options.chunks)
-        headers = Headers(self._board, self.names, options.check)
+        headers = Headers(self._board, self.names, numbers, options.check)
         self._small_calls = SmallCalls(headers, small)
         self._streams = Streams(headers, small, large, self._memory)
         channels = self._share("channels", Channels.nbytes(world))
-        self._channels = Channels(channels, self._board, self._memory, self._scheduler, self.names)
+        self._channels = Channels(channels, self._board, self._memory, self._scheduler, self.names, numbers)
         # Called by close(), or when nobody holds this communicator any more, or at the end of the process.
         self._why: list[BaseException] = []
         self._leave = weakref.finalize(self, _leave, os.getpid(), self._why, self._board, self._peers, link)
         _note_the_exit()
-        observe.emit("comm.connect", transport=self.transport, world=world, hosts=[self.names])
 
     # ---------------------------------------------------------------- shared memory, groups and life
+
+    @property
+    def host(self) -> Communicator:
+        return self
+
+    def shares(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in a `shared_tensor`."""
+        return self._memory.is_common(tensor)
+
+    def fail(self, error: CommError) -> None:
+        """Give up because of what happened beyond this host, and tell its other ranks."""
+        self._scheduler.fail(error)
 
     def shared_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         self._agree(f"shared_tensor({dtype}{list(shape)})")
@@ -154,8 +175,8 @@ class HostCommunicator(Communicator):
 
     def _all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
         cut = source.numel()
-        if codec is None and self._memory.is_common(target):
-            call = self._into_shared(call, target)
+        if codec is None and self.shares(target):
+            call = self.naming(call, target)
             self._count(call, 0)
             o = self._new(call)
             return self._issue(o, self._streams.publish(o, source, target[self.rank * cut : (self.rank + 1) * cut]))
@@ -166,6 +187,14 @@ class HostCommunicator(Communicator):
                 return small
         o = self._new(call)
         return self._issue(o, self._streams.gather(o, source, cut, self._all, codec, _spreading(target, cut)))
+
+    def _publish(self, call: Call, source: Tensor, target: Tensor) -> Handle:
+        if not self.shares(target):
+            return self._all_gather(call, source, target, None)
+        place = target[self.rank * source.numel() : (self.rank + 1) * source.numel()]
+        if place.data_ptr() != source.data_ptr():
+            place.copy_(source)
+        return self._barrier(self.naming(call, target))
 
     def _broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
         numel, receives = target.numel(), self.rank != root
@@ -268,8 +297,10 @@ class HostCommunicator(Communicator):
 
         return take
 
-    def _into_shared(self, call: Call, target: Tensor) -> Call:
-        """The same call with an output that all ranks share: they must agree on which."""
+    def naming(self, call: Call, target: Tensor) -> Call:
+        """The same call, with the name of the output where ranks share that: they must agree on which."""
+        if not self.shares(target):
+            return call
         place = self._memory.find(target)
         shared = self._shared_calls.get((call, place))
         if shared is None:

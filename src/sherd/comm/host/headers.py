@@ -13,7 +13,7 @@ from sherd.errors import Diverged
 class Headers:
     """One rank's view of the headers and flags of a board."""
 
-    def __init__(self, board: Board, names: Sequence[str], check: bool) -> None:
+    def __init__(self, board: Board, names: Sequence[str], numbers: Sequence[int], check: bool) -> None:
         self.board = board
         self.check = check
         others = [r for r in range(board.world) if r != board.rank]
@@ -23,6 +23,7 @@ class Headers:
         # A rank reads its own headers too: it must not write over one whose operation it has still to come to.
         self.done_by_all = (*self.done_by_peers, self.my_done)
         self._names = names
+        self._numbers = numbers
         self._free = HEADERS - 1  # the last operation whose header is known to be free
 
     def is_free(self, number: int) -> bool:
@@ -44,7 +45,7 @@ class Headers:
     def diverged(self, o: Operation, other: int) -> Diverged:
         ranks = sorted((self.board.rank, other))
         sides = [f"{self._names[r]} called {self.board.call_text(r, o.number)}" for r in ranks]
-        error = faults.diverged(o.number, sides, ranks)
+        error = faults.diverged(o.number, sides, [self._numbers[r] for r in ranks])
         self.board.leave_word(State.DIVERGED, str(error))
         faults.emit_fault(error)
         return error

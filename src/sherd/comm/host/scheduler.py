@@ -7,8 +7,6 @@ does its part of whatever else is at the head of a queue, in every communicator 
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections import deque
 from collections.abc import Sequence
 
@@ -16,10 +14,11 @@ from sherd.comm.host import futex
 from sherd.comm.host.board import Board, State
 from sherd.comm.host.operation import Operation
 from sherd.comm.host.waiting import Waiter
-from sherd.errors import CommClosed, Diverged, PeerLost, TimedOut
+from sherd.comm.progress import move_everything, take_part
+from sherd.errors import CommClosed, CommError, Diverged, PeerLost, TimedOut
 
 _KNOWN_TO_OTHERS = (CommClosed, Diverged, PeerLost, TimedOut)  # they have been told, or see it themselves
-_here = threading.local()
+_STATES = {Diverged: State.DIVERGED, PeerLost: State.LOST_PEER, TimedOut: State.TIMED_OUT}
 
 
 class Scheduler:
@@ -32,7 +31,7 @@ class Scheduler:
         self._collectives: deque[Operation] = deque()
         self._queues = [self._collectives]
         self._broken: BaseException | str | None = None
-        _schedulers_here().add(self)
+        take_part(self)
 
     def new_queue(self) -> deque[Operation]:
         """A queue for the messages in one direction."""
@@ -108,6 +107,11 @@ class Scheduler:
         if isinstance(why, BaseException) and not isinstance(why, _KNOWN_TO_OTHERS):
             self._board.leave_word(State.FAILED, f"{type(why).__name__}: {why}")
 
+    def fail(self, error: CommError) -> None:
+        """Give up because of what happened beyond this host, and tell the ranks of this host."""
+        self._board.leave_word(_STATES.get(type(error), State.FAILED), str(error))
+        self.abandon(error)
+
     # ---------------------------------------------------------------- private
 
     def _run(self, operation: Operation) -> None:
@@ -125,7 +129,7 @@ class Scheduler:
 
     def _wait(self, indices: Sequence[int], target: int) -> None:
         try:
-            self._waiter.until(indices, target, _move_everything)
+            self._waiter.until(indices, target, move_everything)
         except BaseException as error:
             self.abandon(error)
             raise
@@ -160,17 +164,3 @@ class Scheduler:
         for queue in self._queues:
             self._move(queue)
         return sum(map(len, self._queues))
-
-
-def _schedulers_here() -> weakref.WeakSet[Scheduler]:
-    """The schedulers of this thread: only one thread may use a communicator."""
-    if not hasattr(_here, "schedulers"):
-        _here.schedulers = weakref.WeakSet()
-    schedulers: weakref.WeakSet[Scheduler] = _here.schedulers
-    return schedulers
-
-
-def _move_everything() -> bool:
-    """Move on whatever this thread has under way; whether there is more than the one operation that it waits for."""
-    left: int = sum(scheduler.move_all() for scheduler in list(_schedulers_here()))
-    return left > 1

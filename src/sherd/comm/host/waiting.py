@@ -24,19 +24,28 @@ LOOK_EVERY_BUSY = 0.001
 
 
 class Waiter:
-    """Waits on the board for one rank. `names` are the members' names for messages."""
+    """Waits on the board for one rank. `names` and `numbers` are those of the members in messages."""
 
-    def __init__(self, board: Board, peers: Peers, names: Sequence[str], options: CommOptions, spin: bool) -> None:
+    def __init__(
+        self,
+        board: Board,
+        peers: Peers,
+        names: Sequence[str],
+        numbers: Sequence[int],
+        options: CommOptions,
+        spin: bool,
+    ) -> None:
         self._board = board
         self._peers = peers
         self._names = names
+        self._numbers = numbers
         self._options = options
         self._spins = SPINS if spin else 0
 
-    def until(self, indices: Sequence[int], target: int, meanwhile: Callable[[], bool]) -> None:
+    def until(self, indices: Sequence[int], target: int, meanwhile: Callable[[], int]) -> None:
         """Return when every flag in `indices` has reached `target`.
 
-        `meanwhile` is called between looks; it returns whether it has more to do that another rank may wait for.
+        `meanwhile` is called between looks; it returns how many operations are under way, this one included.
         """
         words = self._board.words
         for index in indices:
@@ -48,12 +57,12 @@ class Waiter:
             else:
                 self._sleep_until(indices, index, target, meanwhile)
 
-    def _sleep_until(self, indices: Sequence[int], index: int, target: int, meanwhile: Callable[[], bool]) -> None:
+    def _sleep_until(self, indices: Sequence[int], index: int, target: int, meanwhile: Callable[[], int]) -> None:
         words = self._board.words
         start = time.monotonic()
         warn_at = start + self._options.warn_seconds
         while (seen := words[index]) < target:
-            busy = meanwhile()
+            busy = meanwhile() > 1
             self._board.sleep(index, seen, LOOK_EVERY_BUSY if busy else LOOK_EVERY)
             if words[index] >= target:
                 return
@@ -86,29 +95,31 @@ class Waiter:
             silent = [r for r in silent if r not in trouble]
         if silent:
             ends = [self._deed_of(r, self._peers.how_it_ended(r)) for r in silent]
-            return self._report(State.LOST_PEER, faults.lost(ends, self._mine(), silent))
+            return self._report(State.LOST_PEER, faults.lost(ends, self._mine(), [self._numbers[r] for r in silent]))
         for rank, (state, text) in trouble.items():
             if state == State.LEFT and (rank in missing or text):
                 end = self._deed_of(rank, f"left after {text}" if text else "left")
-                return self._report(State.LOST_PEER, faults.lost([end], self._mine(), (rank,)))
+                return self._report(State.LOST_PEER, faults.lost([end], self._mine(), (self._numbers[rank],)))
             if state == State.FAILED:
                 end = self._deed_of(rank, f"failed with {text}")
-                return self._report(State.LOST_PEER, faults.lost([end], self._mine(), (rank,)))
+                return self._report(State.LOST_PEER, faults.lost([end], self._mine(), (self._numbers[rank],)))
             if state == State.DIVERGED:
-                return Diverged(text, (rank,))
+                return Diverged(text, (self._numbers[rank],))
             if state == State.LOST_PEER:
-                return PeerLost(f"{self._names[rank]} reports: {text}", (rank,))
+                return PeerLost(f"{self._names[rank]} reports: {text}", (self._numbers[rank],))
             if state == State.TIMED_OUT:
-                return TimedOut(f"{self._names[rank]} reports: {text}", (rank,))
+                return TimedOut(f"{self._names[rank]} reports: {text}", (self._numbers[rank],))
         return None
 
     def _timed_out(self, missing: Sequence[int], seconds: float) -> CommError:
         late = [self._names[r] for r in missing]
         deeds = [f"{name} {self._board.last_deed(r)}" for r, name in enumerate(self._names)]
-        return self._report(State.TIMED_OUT, faults.timed_out(late, seconds, deeds, missing))
+        return self._report(
+            State.TIMED_OUT, faults.timed_out(late, seconds, deeds, [self._numbers[r] for r in missing])
+        )
 
     def _warn(self, missing: Sequence[int], seconds: float) -> None:
-        late = {r: self._deed_of(r) for r in missing}
+        late = {self._numbers[r]: self._deed_of(r) for r in missing}
         call = self._board.last_deed(self._board.rank)
         faults.warn_late(self._names[self._board.rank], late, seconds, call, self._options.timeout)
 

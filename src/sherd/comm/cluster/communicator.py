@@ -1,0 +1,329 @@
+"""The operations of the cluster transport.
+
+A sum is taken inside the hosts first, and what crosses the network is a host's partial sum: the summation tree with
+groups of one host each, hence the same bits as any other transport with that tree. A codec is for the contributions,
+inside the host; partial sums cross as they are, as they would otherwise be rounded twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sherd.comm.base import Communicator
+from sherd.comm.c10d.communicator import HEADER_BYTES, C10dCommunicator
+from sherd.comm.c10d.lanes import Lane, Message
+from sherd.comm.c10d.watchdog import MOVE_EVERY
+from sherd.comm.calls import Call, Site, call_site
+from sherd.comm.cluster.across import Across, Steps
+from sherd.comm.cluster.pipeline import ClusterOperation, Phase, Pipeline
+from sherd.comm.cluster.trouble import Trouble
+from sherd.comm.codec import Codec, wire_bytes
+from sherd.comm.faults import LinkBroken
+from sherd.comm.handle import Handle
+from sherd.comm.host.communicator import HostCommunicator
+from sherd.comm.progress import move_everything
+from sherd.comm.solo import SoloCommunicator
+from sherd.comm.summation import cut_for, one_phase
+from sherd.config import CommOptions
+from sherd.errors import CommError
+
+_EMPTY = torch.empty(0)
+Inside = HostCommunicator | SoloCommunicator
+
+
+class ClusterCommunicator(Communicator):
+    """Ranks of several hosts of equal size. Build it with `sherd.comm.connect`.
+
+    `flat` reaches every rank over the network: single messages and news of faults go that way. `inside` and `again` are
+    two communicators among the ranks of this host, for what comes before and what comes after the network; `column`
+    joins the ranks with this one's number on the other hosts.
+    """
+
+    transport = "cluster"
+    shares_memory = True
+
+    def __init__(
+        self, flat: C10dCommunicator, inside: Inside, again: Inside, column: dist.ProcessGroup, options: CommOptions
+    ) -> None:
+        super().__init__(flat.rank, flat.world, options)
+        self.names = flat.names
+        self._flat, self._inside, self._again = flat, inside, again
+        self._locals = inside.world
+        self._across = Across(column, range(inside.rank, self.world, inside.world))
+        self._hosts, self._mine = self._across.hosts, self._across.mine
+        self._lane = Lane("sherd-across")
+        self._trouble = Trouble([flat, *(part for part in (inside, again) if isinstance(part, HostCommunicator))])
+        self._pipeline = Pipeline(self._trouble)
+        self._number = 0
+
+    # ---------------------------------------------------------------- groups, memory and life
+
+    @property
+    def host(self) -> Communicator:
+        return self._inside
+
+    def shared_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        self._trouble.check()
+        with self._trouble.spread():
+            return self._inside.shared_tensor(*shape, dtype=dtype)
+
+    def shared_buffers(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        self._trouble.check()
+        with self._trouble.spread():
+            return self._inside.shared_buffers(*shape, dtype=dtype)
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
+        """Over shared memory where all of `ranks` are on one host, and over torch.distributed otherwise."""
+        self._check_group(ranks)
+        self._site = call_site()
+        self._barrier(Call("subgroup", f"subgroup({list(ranks)})")).wait()
+        self._pipeline.drain()
+        hosts = {rank // self._locals for rank in ranks}
+        with self._trouble.spread():
+            if len(hosts) > 1:
+                return self._flat.subgroup(ranks)
+            return self._inside.subgroup([r % self._locals for r in ranks]) if hosts == {self._mine} else None
+
+    def _close(self, error: BaseException | None) -> None:
+        self._trouble.close()
+        self._pipeline.abandon()
+        for part in (self._flat, self._inside, self._again):
+            part.close(error)
+
+    # ---------------------------------------------------------------- operations
+
+    def _reduce_scatter(
+        self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None, own: Tensor | None = None
+    ) -> Handle:
+        cut = target.numel()
+        sums = torch.empty(self._hosts, cut, dtype=source.dtype)
+        return self._issue(
+            call,
+            (self._hosts - 1) * wire_bytes(cut, source),
+            lambda: self._reduce_inside(call, source, sums, op, codec, own),
+            lambda: self._across.reduce(sums, target, op, self.world),
+        )
+
+    def _all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
+        if isinstance(self._inside, HostCommunicator):
+            call = self._inside.naming(call, target)
+        return self._issue(
+            call,
+            (self._hosts - 1) * wire_bytes(source.numel(), source, codec),
+            lambda: [self._inside._barrier(call)],  # nobody on this host still reads what is overwritten
+            lambda: self._across.gather(source, self._places(target), codec),
+            lambda: self._gather_inside(call, target),
+        )
+
+    def _all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
+        numel, others = source.numel(), self._hosts - 1
+        if one_phase(numel * source.element_size(), codec):
+            partial = torch.empty_like(source)
+            return self._issue(
+                call,
+                others * wire_bytes(numel, source),
+                lambda: [self._inside._all_reduce(call, source, partial, _undivided(op), None)],
+                lambda: self._across.exchange_and_reduce(partial, target, op, self.world),
+            )
+        cut = cut_for(numel, self.world, codec)
+        sums = torch.empty(self._hosts, cut, dtype=source.dtype)
+        even = numel == self.world * cut
+        whole = target if even else torch.empty(self.world * cut, dtype=target.dtype)
+        mine = whole[self.rank * cut : (self.rank + 1) * cut]
+
+        def across() -> Steps:
+            yield from self._across.reduce(sums, mine, op, self.world)
+            mine[max(numel - self.rank * cut, 0) :].zero_()  # what a codec made of the padding must not reach the rest
+            yield from self._across.gather(mine, self._places(whole), codec)
+
+        return self._issue(
+            call,
+            others * (wire_bytes(cut, source) + wire_bytes(cut, target, codec)),
+            lambda: self._reduce_inside(call, source, sums, op, codec),
+            across,
+            lambda: self._gather_inside(call, whole),
+            finish=_nothing if even else lambda: _copy(whole[:numel], target),
+        )
+
+    def _broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
+        host, local = divmod(root, self._locals)
+        from_here, crosses = host == self._mine, local == self._inside.rank
+        return self._issue(
+            call,
+            (self._hosts - 1) * wire_bytes(target.numel(), target) if self.rank == root else 0,
+            lambda: [self._inside._broadcast(call, target, local) if from_here else self._inside._barrier(call)],
+            lambda: self._across.spread(target if crosses else target[:0], host),
+            lambda: [] if from_here else [self._again._broadcast(call, target, local)],
+        )
+
+    def _all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
+        rows = torch.empty_like(source).view(self._hosts, -1)
+        takes = target.view(self._hosts, -1)
+
+        def inside() -> Sequence[Handle]:
+            # To each rank of this host, what all of its ranks have for that column. Its own part is there then.
+            blocks = source.view(self._hosts, -1)
+            return [
+                self._inside._all_to_all(call, b, takes[h] if h == self._mine else rows[h]) for h, b in _each(blocks)
+            ]
+
+        payload = (self._hosts - 1) * wire_bytes(rows[0].numel(), source)
+        return self._issue(call, payload, inside, lambda: self._across.swap(list(rows), list(takes)))
+
+    def _barrier(self, call: Call) -> Handle:
+        token = torch.zeros(self._hosts, dtype=torch.uint8)
+        handle = self._issue(
+            call, 0, lambda: [self._inside._barrier(call)], lambda: self._across.gather(token[:1], _cut(token), None)
+        )
+        handle.result = _EMPTY
+        return handle
+
+    def _send(self, call: Call, source: Tensor, to: int) -> Handle:
+        return self._message(call, source, to, wire_bytes(source.numel(), source))
+
+    def _recv(self, call: Call, target: Tensor, source: int) -> Handle:
+        return self._message(call, target, source, 0)
+
+    # ---------------------------------------------------------------- their phases
+
+    def _reduce_inside(
+        self, call: Call, source: Tensor, sums: Tensor, op: str, codec: Codec | None, own: Tensor | None = None
+    ) -> Sequence[Handle]:
+        """This host's sums of the slices of this rank's column: row h of `sums` for that of host h."""
+        width = self._locals * sums.shape[1]
+        handles = []
+        for h, row in _each(sums):
+            block = source[h * width : (h + 1) * width]
+            if block.numel() < width:
+                block = torch.cat([block, block.new_zeros(width - block.numel())])
+            mine = own if h == self._mine else None
+            handles.append(self._inside._reduce_scatter(call, block, row, _undivided(op), codec, mine))
+        return handles
+
+    def _gather_inside(self, call: Call, target: Tensor) -> Sequence[Handle]:
+        """Every rank of this host has filled in its column of `target`."""
+        if self._shares(target):
+            return [self._again._barrier(call)]
+        places, blocks = self._places(target), target.view(self._hosts, -1)
+        return [self._again._all_gather(call, places[h], block, None) for h, block in _each(blocks)]
+
+    def _places(self, target: Tensor) -> list[Tensor]:
+        """The slices of this rank's column, one per host."""
+        return list(target.view(self._hosts, self._locals, -1)[:, self._inside.rank])
+
+    def _shares(self, target: Tensor) -> bool:
+        return isinstance(self._inside, HostCommunicator) and self._inside.shares(target)
+
+    # ---------------------------------------------------------------- issuing and waiting
+
+    def _issue(
+        self,
+        call: Call,
+        payload: int,
+        inside: Phase,
+        across: Callable[[], Steps],
+        again: Phase | None = None,
+        finish: Callable[[], None] = lambda: None,
+    ) -> ClusterOperation:
+        self._trouble.check()
+        self._number += 1
+        site = self._site
+        done = self._begin(call, payload)
+
+        def start_inside() -> Sequence[Handle]:
+            return self._started(self._inside, site, inside)
+
+        def start_across() -> Sequence[Handle]:
+            return [self._cross(call, site, across)]
+
+        def start_again() -> Sequence[Handle]:
+            assert again is not None
+            return self._started(self._again, site, again)
+
+        def finished() -> None:
+            finish()
+            done()
+
+        phases = [start_inside, start_across, *([start_again] if again else [])]
+        return self._pipeline.issue(ClusterOperation(self._pipeline, phases, finished))
+
+    def _started(self, part: Inside, site: Site, phase: Phase) -> Sequence[Handle]:
+        part._site = site
+        handles = phase()
+        for handle in handles:
+            handle.result = _EMPTY
+        return handles
+
+    def _cross(self, call: Call, site: Site, across: Callable[[], Steps]) -> Handle:
+        """Put the part that crosses the network on the column's lane."""
+        self._flat._site = site
+        header = self._flat._header(call) if self.options.check else None
+
+        def steps() -> Steps:
+            try:
+                if header is not None:
+                    yield from self._agree(header)
+                yield from across()
+            except (CommError, LinkBroken):
+                raise
+            except RuntimeError as error:  # no peer's fault
+                raise CommError(f"{type(error).__name__}: {error}") from error
+
+        def watch(attempt: Callable[[float], bool]) -> None:
+            def attempt_and_move(seconds: float) -> bool:
+                return attempt(0) or attempt(MOVE_EVERY if move_everything() > 1 else seconds)
+
+            with self._flat._breaking():
+                self._flat._watchdog.watch(attempt_and_move, self._across.ranks, self._across.waiting_for)
+
+        message = Message(steps(), watch, lambda: None)
+        message.result = _EMPTY
+        self._lane.add(message)
+        return message
+
+    def _agree(self, header: Tensor) -> Steps:
+        """The ranks of this column make the same call, or all of them get an error."""
+        headers = [header if h == self._mine else torch.empty_like(header) for h in range(self._hosts)]
+        yield from self._across.swap([header] * self._hosts, headers)
+        self._flat._compare(list(zip(self._across.ranks, headers, strict=True)))
+
+    def _begin(self, call: Call, payload: int) -> Callable[[], None]:
+        self._flat._number, self._flat._site = self._number, self._site
+        done = self._flat._begin(call, 0)
+        self.counters.add(call.operation, payload, HEADER_BYTES * (self._hosts - 1) if self.options.check else 0)
+        return done
+
+    def _message(self, call: Call, tensor: Tensor, peer: int, payload: int) -> Handle:
+        self._trouble.check()
+        part: Communicator = self._flat
+        if peer // self._locals == self._mine:
+            part, peer, payload = self._inside, peer % self._locals, 0
+        part._site = self._site
+        self.counters.add(call.operation, payload, 0)
+        with self._trouble.spread():
+            return part._send(call, tensor, peer) if call.operation == "send" else part._recv(call, tensor, peer)
+
+
+def _undivided(op: str) -> str:
+    """What is done inside a host: a mean is divided at the end only."""
+    return "sum" if op == "mean" else op
+
+
+def _each(rows: Tensor) -> Iterator[tuple[int, Tensor]]:
+    return enumerate(rows.unbind())
+
+
+def _cut(tensor: Tensor) -> list[Tensor]:
+    return list(tensor.view(tensor.numel(), 1))
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)
+
+
+def _nothing() -> None:
+    pass

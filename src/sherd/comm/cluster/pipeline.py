@@ -1,0 +1,130 @@
+"""The order in which operations go through their phases.
+
+An operation inside a cluster has up to three *phases*: inside the host, across the network, and inside the host again.
+A phase is started when the one before it is complete, and only after all earlier operations have started theirs: so
+each phase sees the operations in the order in which they were issued, on every rank, whoever waits for what.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from sherd.comm.cluster.trouble import Trouble
+from sherd.comm.handle import Handle
+from sherd.comm.progress import take_part
+
+Phase = Callable[[], Sequence[Handle]]
+"""Starts a part of an operation and returns what has to be complete before it goes on."""
+
+
+class ClusterOperation(Handle):
+    """A handle that a pipeline moves on, phase by phase."""
+
+    __slots__ = ("_finish", "_phases", "_pipeline", "finished", "needs", "started")
+
+    def __init__(self, pipeline: Pipeline, phases: Sequence[Phase], finish: Callable[[], None]) -> None:
+        self._pipeline = pipeline
+        self._phases = phases
+        self._finish = finish
+        self.started = 0
+        self.finished = False
+        self.needs: Sequence[Handle] = ()
+        self.result = None
+
+    def is_met(self) -> bool:
+        return all(handle.done() for handle in self.needs)
+
+    def step(self) -> None:
+        """Start the next phase, the present one being complete, or finish."""
+        for handle in self.needs:
+            handle.wait()  # it is done, or has failed
+        self.needs = ()
+        if self.started < len(self._phases):
+            self.started += 1  # first: starting it may wait, and what is moved meanwhile must not start it again
+            self.needs = self._phases[self.started - 1]()
+        else:
+            self._finish()
+            self.finished = True
+            self._phases = ()
+
+    def wait(self) -> Tensor:
+        self._pipeline.complete(self)
+        assert self.result is not None
+        return self.result
+
+    def done(self) -> bool:
+        return self._pipeline.try_complete(self)
+
+
+class Pipeline:
+    """The operations of one rank that are under way."""
+
+    def __init__(self, trouble: Trouble) -> None:
+        self._trouble = trouble
+        self._operations: list[ClusterOperation] = []
+        self._moving = False
+        take_part(self)
+
+    def issue(self, operation: ClusterOperation) -> ClusterOperation:
+        """Start the first phase of an operation, which has no earlier one to wait for."""
+        with self._failing():
+            operation.step()
+        self._operations.append(operation)
+        self.move_all()
+        return operation
+
+    def complete(self, operation: ClusterOperation) -> None:
+        """Run `operation` to its end, and those ahead of it as far as that takes."""
+        while not self.try_complete(operation):
+            with self._failing():
+                for handle in self._operations[0].needs:
+                    handle.wait()
+
+    def try_complete(self, operation: ClusterOperation) -> bool:
+        if not operation.finished:
+            self._trouble.check()
+            self.move_all()
+        return operation.finished
+
+    def drain(self) -> None:
+        """Complete everything: before waiting for others in a way that moves nothing on."""
+        while self._operations:
+            self.complete(self._operations[0])
+
+    def abandon(self) -> None:
+        self._operations.clear()
+
+    def move_all(self) -> int:
+        """Do what can be done without waiting; the number of operations that are left."""
+        if not self._moving:
+            self._moving = True
+            try:
+                with self._failing():
+                    self._move()
+            finally:
+                self._moving = False
+        return len(self._operations)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Whatever fails is the end of everything that is under way."""
+        try:
+            with self._trouble.spread():
+                yield
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _move(self) -> None:
+        least = sys.maxsize  # phases that all earlier operations have started
+        for operation in list(self._operations):
+            while not operation.finished and operation.started < least and operation.is_met():
+                operation.step()
+            if operation.finished:
+                self._operations.remove(operation)
+            else:
+                least = min(least, operation.started)

@@ -1,0 +1,43 @@
+"""What goes wrong in one part of a cluster communicator is the end of all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from sherd.errors import CommClosed, CommError
+
+
+class Part(Protocol):
+    """A communicator that tells its other ranks of a fault they cannot see."""
+
+    def fail(self, error: CommError) -> None: ...
+
+
+class Trouble:
+    """Why a communicator is of no more use, and who is to be told."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._broken: str | None = None
+
+    def check(self) -> None:
+        if self._broken is not None:
+            raise CommClosed(f"this communicator cannot be used any more: {self._broken}")
+
+    def close(self) -> None:
+        self._broken = self._broken or "it was closed"
+
+    @contextmanager
+    def spread(self) -> Iterator[None]:
+        """Ranks that wait elsewhere hear of what goes wrong in here."""
+        try:
+            yield
+        except BaseException as error:
+            if self._broken is None:
+                fault = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
+                self._broken = str(fault)
+                for part in self._parts:
+                    part.fail(fault)
+            raise

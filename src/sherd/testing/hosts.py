@@ -1,0 +1,220 @@
+"""Several hosts on one machine: network namespaces on a bridge, with a cable each that can be cut, slowed and read.
+
+    with Hosts(2, ranks_per_host=2, rate="1gbit") as hosts:
+        results = hosts.run(fn)                  # on ranks 0 and 1 of host0, 2 and 3 of host1
+        hosts[1].sent()                          # bytes that left host1 so far
+
+Ranks on different hosts reach each other over their cables only, and each host has a name of its own. It needs root;
+where that is missing, `Unsupported` says so. Nothing has a name outside, so nothing is left behind, even by `kill -9`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from sherd.errors import ConfigError
+from sherd.ranks.process import Process
+from sherd.testing import _fork, _namespaces
+from sherd.testing._namespaces import Namespace
+from sherd.testing._place import Place
+from sherd.testing.pool import RankPool
+
+NETWORK = "10.0.0"
+CABLE = "eth0"  # what each host calls its end
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host, for its ranks as well as for their caller: it pickles."""
+
+    number: int
+    namespace: str
+    bridge: str
+
+    @property
+    def name(self) -> str:
+        return f"host{self.number}"
+
+    @property
+    def address(self) -> str:
+        return f"{NETWORK}.{self.number + 2}"
+
+    def link_down(self) -> None:
+        """Cut the cable. Nobody is told: packets are lost."""
+        _namespaces.run_inside(self.bridge, "ip", "link", "set", self.name, "down")
+
+    def link_up(self) -> None:
+        _namespaces.run_inside(self.bridge, "ip", "link", "set", self.name, "up")
+
+    def pause(self) -> None:
+        """Stop all of its processes, which keep their connections."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def slow_down(self, rate: str) -> None:
+        """Let no more than `rate` (such as "10mbit") leave it."""
+        shape = ("rate", rate, "burst", "256kb", "latency", "50ms")
+        _namespaces.run_inside(self.namespace, "tc", "qdisc", "replace", "dev", CABLE, "root", "tbf", *shape)
+
+    def sent(self) -> int:
+        """Bytes that it has sent over its cable, headers and acknowledgements included."""
+        return self._bytes("tx")
+
+    def received(self) -> int:
+        return self._bytes("rx")
+
+    def _bytes(self, direction: str) -> int:
+        (link,) = json.loads(_namespaces.run_inside(self.namespace, "ip", "-s", "-j", "link", "show", "dev", CABLE))
+        count: int = link["stats64"][direction]["bytes"]
+        return count
+
+    def _signal(self, number: int) -> None:
+        here = Path(self.namespace).stat().st_ino
+        for process in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if process.name.isdigit() and (process / "ns/net").stat().st_ino == here:
+                    os.kill(int(process.name), number)
+
+
+class Hosts(RankPool):
+    """`count` hosts of `ranks_per_host` ranks each: a `RankPool` whose ranks have only cables between their hosts.
+
+    `rate` is the most that each may send, such as "1gbit".
+    """
+
+    def __init__(
+        self, count: int, *, ranks_per_host: int = 1, rate: str | None = None, timeout: float = 60.0, grace: float = 2.0
+    ) -> None:
+        if not 1 <= count <= 200:
+            raise ConfigError(f"count must be a number of hosts from 1 to 200, got {count!r}")
+        self._network = _Network(count, ranks_per_host, rate)
+        super().__init__(count * ranks_per_host, timeout=timeout, grace=grace, place=self._network)
+
+    def __getitem__(self, number: int) -> Host:
+        return self._network.hosts[number]
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self._network.close()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            self._network.close()
+
+
+class _Network(Place):
+    """The namespaces of a bridge and of the hosts on it."""
+
+    def __init__(self, count: int, ranks_per_host: int, rate: str | None) -> None:
+        self._ranks_per_host = ranks_per_host
+        self._namespaces: list[Namespace] = []
+        self.hosts: list[Host] = []
+        try:
+            bridge = self._new_namespace()
+            bridge.run(_set_up_bridge)
+            for number in range(count):
+                inside = self._new_namespace()
+                host = Host(number, inside.path, bridge.path)
+                bridge.run(partial(_plug_in, host, inside.task))
+                inside.run(partial(_set_up_host, host))
+                if rate:
+                    host.slow_down(rate)
+                self.hosts.append(host)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        while self._namespaces:
+            self._namespaces.pop().close()
+
+    def _new_namespace(self) -> Namespace:
+        self._namespaces.append(Namespace())
+        return self._namespaces[-1]
+
+    def start(self, rank: int, control: socket.socket) -> tuple[Process, tuple[()]]:
+        host = self.hosts[rank // self._ranks_per_host]
+        return _fork.start_with(_move_in, (host.namespace, host.name), rank, control)
+
+    @contextlib.contextmanager
+    def rendezvous(self) -> Iterator[tuple[int, dict[str, str]]]:
+        """A store on the bridge itself: no host can take it down, and one whose cable is cut loses it."""
+        address = f"{NETWORK}.1"
+
+        def start() -> tuple[int, TCPStore]:
+            listener = socket.create_server((address, 0))
+            port = listener.getsockname()[1]
+            fd = listener.detach()
+            return port, TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+
+        port, store = self._namespaces[0].run(start)
+        try:
+            yield port, {"MASTER_ADDR": address, "GLOO_SOCKET_IFNAME": CABLE}
+        finally:
+            del store
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return partial(_on_host, fn), (self._ranks_per_host, *args)
+
+
+def _on_host(fn: Callable[..., Any], ranks_per_host: int, *args: Any) -> Any:
+    """On a rank: what torchrun would say of its place, then the function."""
+    host, local = divmod(int(os.environ["RANK"]), ranks_per_host)
+    hosts = int(os.environ["WORLD_SIZE"]) // ranks_per_host
+    os.environ.update(
+        LOCAL_RANK=str(local),
+        LOCAL_WORLD_SIZE=str(ranks_per_host),
+        GROUP_RANK=str(host),
+        GROUP_WORLD_SIZE=str(hosts),
+    )
+    return fn(*args)
+
+
+def _move_in(namespace: str, name: str) -> None:
+    _namespaces.enter(namespace)
+    _namespaces.rename_this_machine(name)
+
+
+def _set_up_bridge() -> None:
+    _namespaces.run("ip", "link", "add", "bridge", "type", "bridge")
+    _namespaces.run("ip", "address", "add", f"{NETWORK}.1/24", "dev", "bridge")
+    _bring_up("lo")
+    _bring_up("bridge")
+
+
+def _plug_in(host: Host, task: int) -> None:
+    """On the bridge: a cable, of which one end belongs to the host."""
+    peer = ("peer", "name", CABLE, "netns", str(task))
+    _namespaces.run("ip", "link", "add", host.name, "type", "veth", *peer)
+    _namespaces.run("ip", "link", "set", host.name, "master", "bridge")
+    _bring_up(host.name)
+
+
+def _set_up_host(host: Host) -> None:
+    _namespaces.run("ip", "address", "add", f"{host.address}/24", "dev", CABLE)
+    _bring_up("lo")
+    _bring_up(CABLE)
+
+
+def _bring_up(device: str) -> None:
+    # Without addresses of IPv6, which would announce themselves: what is counted is what ranks send.
+    if device != "lo":
+        _namespaces.run("ip", "link", "set", device, "addrgenmode", "none")
+    _namespaces.run("ip", "link", "set", device, "up")
