@@ -108,6 +108,7 @@ def attempt(hosts, transport, what, victim):
             error = caught
         seconds = time.monotonic() - begin
         if what == "pause" and c.rank == 0:
+            time.sleep(1.0)  # the others give up at the same time, more or less
             hosts[victim].resume()
         return type(error).__name__, str(error), seconds, [line for line in lines if "waited" in line]
 
