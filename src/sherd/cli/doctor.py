@@ -105,7 +105,7 @@ def _shown(name: str, value: Any, facts: Facts) -> str:
     if name == "transport":
         reason = facts["host_unsupported"]
         if reason is None:
-            return "host between ranks of this machine (shared memory), c10d across machines"
+            return "host between ranks of this machine (shared memory), cluster or c10d across machines"
         return f"c10d (torch.distributed); not host: {reason}"
     if isinstance(value, bool):
         return "yes" if value else "no"
