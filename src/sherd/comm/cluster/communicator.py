@@ -8,6 +8,7 @@ inside the host; partial sums cross as they are, as they would otherwise be roun
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,10 @@ from torch import Tensor
 from sherd.comm.base import Communicator
 from sherd.comm.c10d.communicator import HEADER_BYTES, C10dCommunicator
 from sherd.comm.c10d.lanes import Lane, Message
-from sherd.comm.c10d.watchdog import MOVE_EVERY
 from sherd.comm.calls import Call, Site, call_site
 from sherd.comm.cluster.across import Across, Steps
 from sherd.comm.cluster.pipeline import ClusterOperation, Phase, Pipeline
+from sherd.comm.cluster.spares import Spares
 from sherd.comm.cluster.trouble import Trouble
 from sherd.comm.codec import Codec, wire_bytes
 from sherd.comm.faults import LinkBroken
@@ -31,6 +32,7 @@ from sherd.comm.summation import cut_for, one_phase
 from sherd.config import CommOptions
 from sherd.errors import CommError
 
+MOVE_EVERY = 0.001  # seconds between looks while a neighbour may need this rank for something else
 _EMPTY = torch.empty(0)
 Inside = HostCommunicator | SoloCommunicator
 
@@ -58,6 +60,7 @@ class ClusterCommunicator(Communicator):
         self._lane = Lane("sherd-across")
         self._trouble = Trouble([flat, *(part for part in (inside, again) if isinstance(part, HostCommunicator))])
         self._pipeline = Pipeline(self._trouble)
+        self._spares = Spares()
         self._number = 0
 
     # ---------------------------------------------------------------- groups, memory and life
@@ -100,12 +103,13 @@ class ClusterCommunicator(Communicator):
         self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None, own: Tensor | None = None
     ) -> Handle:
         cut = target.numel()
-        sums = torch.empty(self._hosts, cut, dtype=source.dtype)
+        sums = self._spares.take(self._hosts * cut, source.dtype).view(self._hosts, cut)
         return self._issue(
             call,
             (self._hosts - 1) * wire_bytes(cut, source),
             lambda: self._reduce_inside(call, source, sums, op, codec, own),
             lambda: self._across.reduce(sums, target, op, self.world),
+            finish=lambda: self._spares.give_back(sums),
         )
 
     def _all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
@@ -122,15 +126,15 @@ class ClusterCommunicator(Communicator):
     def _all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
         numel, others = source.numel(), self._hosts - 1
         if one_phase(numel * source.element_size(), codec):
-            partial = torch.empty_like(source)
+            summed = torch.empty_like(source)
             return self._issue(
                 call,
                 others * wire_bytes(numel, source),
-                lambda: [self._inside._all_reduce(call, source, partial, _undivided(op), None)],
-                lambda: self._across.exchange_and_reduce(partial, target, op, self.world),
+                lambda: [self._inside._all_reduce(call, source, summed, _undivided(op), None)],
+                lambda: self._across.exchange_and_reduce(summed, target, op, self.world),
             )
         cut = cut_for(numel, self.world, codec)
-        sums = torch.empty(self._hosts, cut, dtype=source.dtype)
+        sums = self._spares.take(self._hosts * cut, source.dtype).view(self._hosts, cut)
         even = numel == self.world * cut
         whole = target if even else torch.empty(self.world * cut, dtype=target.dtype)
         mine = whole[self.rank * cut : (self.rank + 1) * cut]
@@ -140,13 +144,18 @@ class ClusterCommunicator(Communicator):
             mine[max(numel - self.rank * cut, 0) :].zero_()  # what a codec made of the padding must not reach the rest
             yield from self._across.gather(mine, self._places(whole), codec)
 
+        def finish() -> None:
+            self._spares.give_back(sums)
+            if not even:
+                target.copy_(whole[:numel])
+
         return self._issue(
             call,
             others * (wire_bytes(cut, source) + wire_bytes(cut, target, codec)),
             lambda: self._reduce_inside(call, source, sums, op, codec),
             across,
             lambda: self._gather_inside(call, whole),
-            finish=_nothing if even else lambda: _copy(whole[:numel], target),
+            finish,
         )
 
     def _broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
@@ -161,7 +170,7 @@ class ClusterCommunicator(Communicator):
         )
 
     def _all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
-        rows = torch.empty_like(source).view(self._hosts, -1)
+        rows = self._spares.take(source.numel(), source.dtype).view(self._hosts, -1)
         takes = target.view(self._hosts, -1)
 
         def inside() -> Sequence[Handle]:
@@ -172,7 +181,8 @@ class ClusterCommunicator(Communicator):
             ]
 
         payload = (self._hosts - 1) * wire_bytes(rows[0].numel(), source)
-        return self._issue(call, payload, inside, lambda: self._across.swap(list(rows), list(takes)))
+        give_back = partial(self._spares.give_back, rows)
+        return self._issue(call, payload, inside, lambda: self._across.swap(list(rows), list(takes)), finish=give_back)
 
     def _barrier(self, call: Call) -> Handle:
         token = torch.zeros(self._hosts, dtype=torch.uint8)
@@ -319,11 +329,3 @@ def _each(rows: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 def _cut(tensor: Tensor) -> list[Tensor]:
     return list(tensor.view(tensor.numel(), 1))
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    target.copy_(source)
-
-
-def _nothing() -> None:
-    pass
