@@ -95,6 +95,8 @@ def attempt(hosts, transport, what, victim):
         numel = 1_000_000 * c.world
         c.all_reduce(torch.ones(100)).wait()
         handle = c.all_reduce(torch.ones(numel))  # under way
+        if what == "pause":
+            time.sleep(0.8)  # all have said that they are in this call: nobody is behind
         local = len(hosts) * c.rank // c.world
         if (what == "pause" and c.rank == 0) or (what != "pause" and local == victim and c.host.rank == 0):
             {"cut": hosts[victim].link_down, "pause": hosts[victim].pause, "kill": kill_myself}[what]()
