@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 RANKS ?= 2
 
-.PHONY: help train test lint unit fuzz docs bench-collectives bench-training bench-memory clean
+.PHONY: help train test lint unit fuzz docs bench-collectives bench-training bench-memory bench-backend clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -47,6 +47,9 @@ bench-training: .venv/.bench ## sherd and its peers on one GPT, interleaved in o
 
 bench-memory: .venv/.bench ## host memory per parameter, one contender after the other
 	$(BIN)/python -m benchmarks.training --memory
+
+bench-backend: $(READY) ## torch's DDP and FSDP2 over the sherd backend and over gloo
+	$(BIN)/python -m benchmarks.backend
 
 clean: ## remove the environment and every cache
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build src/*.egg-info

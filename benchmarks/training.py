@@ -34,7 +34,7 @@ from types import FrameType
 from rich.console import Console, RenderableType
 
 from benchmarks.gpt import SIZES
-from benchmarks.training_contenders import CONTENDERS, chosen
+from benchmarks.training_contenders import CONTENDERS, chosen, of_training
 from benchmarks.training_group import Group, GroupFailed
 from benchmarks.training_rank import Train
 from benchmarks.training_report import Measured, Weighed, memory_report, training_report
@@ -144,10 +144,10 @@ def main() -> None:
             print(f"{name:14}{contender.missing or contender.title}")
         return
     try:
-        names = chosen(arguments.only.split(",")) if arguments.only else list(CONTENDERS)
+        names = chosen(arguments.only.split(",")) if arguments.only else of_training()
     except ValueError as error:
         parser.error(str(error))
-    signal.signal(signal.SIGTERM, _stop)
+    end_ranks_when_stopped()
     console = Console(width=130, highlight=False)
     tables: list[RenderableType] = []
     saved = []
@@ -164,10 +164,10 @@ def main() -> None:
             tables += training_report(ranks, size, measured, WORKLOADS)
             data = {w: {name: asdict(one) for name, one in by.items()} for w, by in measured.items()}
         saved.append({"ranks": ranks, "size": size, "results": data, "failures": run.details})
-    _publish("training_memory" if arguments.memory else "training", tables, saved, console, not arguments.no_save)
+    publish("training_memory" if arguments.memory else "training", tables, saved, console, not arguments.no_save)
 
 
-def _publish(name: str, tables: list[RenderableType], saved: object, console: Console, save: bool) -> None:
+def publish(name: str, tables: list[RenderableType], saved: object, console: Console, save: bool) -> None:
     console.print(*tables, sep="\n")
     if save:
         recorder = Console(width=130, record=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
@@ -175,6 +175,10 @@ def _publish(name: str, tables: list[RenderableType], saved: object, console: Co
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"{name}.txt").write_text(recorder.export_text())
         (RESULTS / f"{name}.json").write_text(json.dumps(saved, indent=1) + "\n")
+
+
+def end_ranks_when_stopped() -> None:
+    signal.signal(signal.SIGTERM, _stop)
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:

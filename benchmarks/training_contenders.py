@@ -97,6 +97,7 @@ class Contender:
     title: str
     build: Callable[[Gpt], Step]
     connected: bool = True  # its ranks have a process group
+    backend: str = "gloo"  # of that group
     whole: bool = False  # one process trains on what all ranks of the others see, with as many threads
     package: str = "torch"  # imported before its memory is counted
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -131,6 +132,8 @@ CONTENDERS = {
     "sherd-zero1": _of_sherd("zero1"),
     "sherd-zero2": _of_sherd("zero2"),
     "sherd-zero3": _of_sherd("zero3"),
+    "torch-ddp-on-sherd": Contender("torch DDP on sherd", _torch_ddp, backend="sherd", package="sherd"),
+    "fsdp2-on-sherd": Contender("torch FSDP2 on sherd", _fsdp2, backend="sherd", package="sherd"),
 }
 
 
@@ -143,3 +146,8 @@ def chosen(names: Iterable[str]) -> list[str]:
             raise ValueError(f"no contender is called {name!r}; there are {', '.join(CONTENDERS)}")
         keys += found
     return [key for key in CONTENDERS if key in keys]
+
+
+def of_training() -> list[str]:
+    """All but those that are about the backend: `benchmarks.backend` has these."""
+    return [key for key, contender in CONTENDERS.items() if contender.backend == "gloo"]

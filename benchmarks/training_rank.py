@@ -72,7 +72,7 @@ class Rank:
         self.step: Step
         importlib.import_module(self.contender.package)
         if self.contender.connected:
-            dist.init_process_group("gloo")
+            dist.init_process_group(self.contender.backend)
         _warm_up()
 
     def build(self, command: Build) -> int:

@@ -18,6 +18,7 @@ from sherd.errors import (
     TimedOut,
     Unsupported,
 )
+from sherd.registration import register as _register
 
 if TYPE_CHECKING:
     from sherd import comm
@@ -72,3 +73,6 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'sherd' has no attribute {name!r}")
+
+
+_register()

@@ -6,7 +6,8 @@
         mean = ranks.all_reduce(gradient, op="mean").wait()
 
 Read in this order: `base` (the interface), `handle`, `summation` (the order of sums), `codec`, `calls` (fingerprints),
-`counters`; then the transports `solo`, `host`, `c10d` and `cluster`; last `connect`, which chooses one.
+`counters`; then the transports `solo`, `host`, `c10d` and `cluster`; then `connect`, which chooses one; last `backend`,
+which lets torch.distributed use them.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ call (see `calls`), shapes the results and counts; checked calls are remembered,
 from __future__ import annotations
 
 import pickle
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
@@ -45,8 +46,8 @@ class Form(NamedTuple):
 class Communicator(ABC):
     """A group of ranks that can talk. `rank` and `world` number its members from 0.
 
-    One thread at a time may use it, and the same one throughout. Input and output of a call must be the same tensor,
-    where that is allowed, or not overlap.
+    One thread at a time may use it, and the same one throughout, unless they take turns (`turn`). Input and output of a
+    call must be the same tensor, where that is allowed, or not overlap.
     """
 
     #: The transport's name, as in `CommOptions.transport`.
@@ -63,7 +64,10 @@ class Communicator(ABC):
         self.tree = SummationTree(world, min(options.group or world, world))
         self.counters = Counters()
         self.closed = False
+        #: For those who let several threads use it: to be held for each call and each wait. See `use_here`.
+        self.turn = threading.RLock()
         self._forms: dict[tuple[object, ...], Form] = {}
+        self._agreed: dict[str, Call] = {}
         self._site: Site = (0, 0)  # where the call that is being made was made
 
     # ---------------------------------------------------------------- operations
@@ -135,16 +139,19 @@ class Communicator(ABC):
             raise ConfigError(f"rank {self.rank}: all_to_all cannot work in place; {fix}")
         return self._finish(self._all_to_all(form.call, _flat(input), flat), result, flat)
 
-    def send(self, tensor: Tensor, to: int) -> Handle:
-        """Send to one rank. Complete when `tensor` may be reused, which can be before it was received."""
-        form = self._form("send", tensor, tensor, None, None, to)
+    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Handle:
+        """Send to one rank. Complete when `tensor` may be reused, which can be before it was received.
+
+        Messages are not matched by `tag`: it is compared, as the shape is.
+        """
+        form = self._form("send", tensor, tensor, None, None, (to, tag) if tag else to)
         handle = self._send(form.call, _flat(tensor), to)
         handle.result = tensor
         return handle
 
-    def recv(self, tensor: Tensor, source: int) -> Handle:
+    def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Handle:
         """Receive into `tensor` what `source` sent, in the order in which it was sent."""
-        form = self._form("recv", tensor, tensor, None, None, source)
+        form = self._form("recv", tensor, tensor, None, None, (source, tag) if tag else source)
         result, flat = _output(tensor, tensor, form)
         return self._finish(self._recv(form.call, flat, source), result, flat)
 
@@ -163,6 +170,16 @@ class Communicator(ABC):
         form = self._form("publish", part, whole, None, None)
         result, flat = _output(part, whole, form)
         return self._finish(self._publish(form.call, _flat(part), flat), result, flat)
+
+    def agree(self, text: str) -> Handle:
+        """A barrier that all ranks must enter with the same words: `operation(what, how)`."""
+        self._site = call_site()
+        call = self._agreed.get(text)
+        if call is None:
+            if len(self._agreed) > 4096:
+                self._agreed.clear()
+            call = self._agreed[text] = Call(text.partition("(")[0], text)
+        return self._barrier(call)
 
     # ---------------------------------------------------------------- small Python objects
 
@@ -214,6 +231,9 @@ class Communicator(ABC):
     @abstractmethod
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator among `ranks`, None on ranks outside it. All ranks of this communicator must call it."""
+
+    def use_here(self) -> None:  # noqa: B027 - alone, nothing is ever under way
+        """Another thread than the last one goes on: its waits take part too. It must have the `turn`."""
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave. Others that still need this rank get an error that says so, and why. Safe to call twice."""
@@ -272,7 +292,7 @@ class Communicator(ABC):
         output: Tensor | None,
         dtype: torch.dtype | None,
         codec: Codec | None,
-        detail: str | int = "",
+        detail: str | int | tuple[int, int] = "",
     ) -> Form:
         """The checked form of a call, remembered: a call that was right once is right again."""
         self._site = call_site(3)
@@ -293,7 +313,7 @@ class Communicator(ABC):
         output: Tensor | None,
         dtype: torch.dtype | None,
         codec: Codec | None,
-        detail: str | int,
+        detail: str | int | tuple[int, int],
     ) -> Form:
         shape, out_dtype = self._out_shape(operation, input), _out_dtype(input, output, dtype)
         words = [f"codec {codec.name}" if codec else ""]
@@ -305,8 +325,10 @@ class Communicator(ABC):
             self._check_rank(detail, operation, "root")
             words.insert(0, f"root {detail}")
         elif operation in ("send", "recv"):
-            self._check_rank(detail, operation, "to" if operation == "send" else "source", peer=True)
-            compared = describe("message", input.dtype, input.shape)
+            peer, tag = detail if isinstance(detail, tuple) else (detail, 0)
+            self._check_rank(peer, operation, "to" if operation == "send" else "source", peer=True)
+            words.append(f"tag {tag}" if tag else "")
+            compared = describe("message", input.dtype, input.shape, words[-1])
         if not torch.can_cast(input.dtype, out_dtype) or (operation == "all_to_all" and out_dtype != input.dtype):
             raise ConfigError(f"rank {self.rank}: {operation} of {input.dtype} cannot have an output of {out_dtype}")
         if out_dtype != input.dtype:

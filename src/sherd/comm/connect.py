@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistError, PrefixStore
+from torch.distributed import DistError, PrefixStore, Store
 
 from sherd import observe
 from sherd.comm.base import Communicator
 from sherd.comm.c10d.communicator import C10dCommunicator, backend_limit
+from sherd.comm.c10d.wire import Wire, backend_of, over_gloo, over_group
 from sherd.comm.cluster.communicator import ClusterCommunicator, Inside
 from sherd.comm.exchange import StoreExchange
 from sherd.comm.host.communicator import HostCommunicator
@@ -24,6 +26,7 @@ from sherd.errors import CommError, Unsupported
 
 log = logging.getLogger("sherd")
 _connections = itertools.count()
+NewWire = Callable[[], Wire]
 
 
 def connect(options: CommOptions | None = None) -> Communicator:
@@ -37,27 +40,49 @@ def connect(options: CommOptions | None = None) -> Communicator:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return SoloCommunicator(options)
         _initialise(options.timeout)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    store = PrefixStore(f"sherd/{next(_connections)}", dist.distributed_c10d._get_default_store())
+
+    def new_group(limit: timedelta) -> Wire:
+        return over_group(dist.new_group(timeout=limit, backend=backend_of()))
+
+    return join(store, dist.get_rank(), range(dist.get_world_size()), options, new_group)
+
+
+def join(
+    store: Store,
+    rank: int,
+    world_ranks: Sequence[int],
+    options: CommOptions,
+    new_group: Callable[[timedelta], Wire] | None = None,
+) -> Communicator:
+    """A communicator among the ranks that call it, which meet in `store`: `rank` is the number of this one among them,
+    `world_ranks` are their names. `new_group` makes the process group of the c10d transport (default: gloo, unknown to
+    torch.distributed)."""
+    world = len(world_ranks)
     if world == 1:
         return SoloCommunicator(options)
     if os.environ.get("SHERD_EVENTS") and type(observe.stream()) is observe.NullStream:
-        observe.use(observe.from_env(rank))
-    store = PrefixStore(f"sherd/{next(_connections)}", dist.distributed_c10d._get_default_store())
-    meeting = meet(rank, rank, StoreExchange(store, rank, world, options.timeout), options)
+        observe.use(observe.from_env(world_ranks[rank]))
+    meeting = meet(rank, world_ranks[rank], StoreExchange(store, rank, world, options.timeout), options)
     if options.group is None:
         options = options.replace(group=_ranks_per_host(meeting) or world)
-    communicator = _choose(meeting, options)
+
+    def new_wire() -> Wire:
+        limit = backend_limit(options)
+        return new_group(limit) if new_group else over_gloo(store, rank, world_ranks, limit)
+
+    communicator = _choose(meeting, options, new_wire)
     hosts = [[meeting.cards[r].name for r in host] for host in meeting.hosts]
     observe.emit("comm.connect", transport=communicator.transport, world=world, hosts=hosts)
     return communicator
 
 
-def _choose(meeting: Meeting, options: CommOptions) -> Communicator:
+def _choose(meeting: Meeting, options: CommOptions, new_wire: NewWire) -> Communicator:
     wanted = _best(meeting, options) if options.transport == "auto" else options.transport
     problem = {"host": _why_not_host(meeting), "cluster": _why_not_cluster(meeting, options)}.get(wanted)
     if problem:
         raise Unsupported(f'transport="{wanted}" cannot be used: {problem}. Write transport="auto" or "c10d".')
-    return {"host": _host, "cluster": _cluster, "c10d": _flat}[wanted](meeting, options)
+    return {"host": _host, "cluster": _cluster, "c10d": _flat}[wanted](meeting, options, new_wire)
 
 
 def _best(meeting: Meeting, options: CommOptions) -> str:
@@ -73,37 +98,32 @@ def _best(meeting: Meeting, options: CommOptions) -> str:
     return "c10d" if problem else "cluster"
 
 
-def _host(meeting: Meeting, options: CommOptions) -> Communicator:
+def _host(meeting: Meeting, options: CommOptions, _: NewWire) -> Communicator:
     return HostCommunicator(meeting.link, options)
 
 
-def _flat(meeting: Meeting, options: CommOptions) -> C10dCommunicator:
-    flat = _over_network(meeting, options)
+def _flat(meeting: Meeting, options: CommOptions, new_wire: NewWire) -> Communicator:
+    flat = _over_network(meeting, options, new_wire())
     meeting.link.close()
     return flat
 
 
-def _cluster(meeting: Meeting, options: CommOptions) -> Communicator:
+def _cluster(meeting: Meeting, options: CommOptions, new_wire: NewWire) -> Communicator:
     """Shared memory among the ranks of this host, a group of its own for each column, and the flat way for the rest."""
-    flat, members = _over_network(meeting, options), meeting.link.members
-    local, world = len(members), len(meeting.cards)
-    column = dist.new_group(
-        list(range(members.index(meeting.link.rank), world, local)),
-        use_local_synchronization=True,
-        timeout=backend_limit(options),
-    )
+    wire, members = new_wire(), meeting.link.members
+    flat, local = _over_network(meeting, options, wire), len(members)
+    column = wire.subgroup(range(members.index(wire.rank), wire.world, local), backend_limit(options))
     inside: Inside = SoloCommunicator(options)
     again: Inside = SoloCommunicator(options)
     if local > 1:
-        inside = HostCommunicator(meeting.link, options, numbers=members)
-        again = HostCommunicator(meeting.link, options, inside, members)
+        inside = HostCommunicator(meeting.link, options, numbers=members, turn=flat.turn)
+        again = HostCommunicator(meeting.link, options, inside, members, flat.turn)
     return ClusterCommunicator(flat, inside, again, column, options)
 
 
-def _over_network(meeting: Meeting, options: CommOptions) -> C10dCommunicator:
+def _over_network(meeting: Meeting, options: CommOptions, wire: Wire) -> C10dCommunicator:
     peers = meeting.link.watch(options.timeout, meeting.link.members)
-    group = dist.new_group(timeout=backend_limit(options))
-    return C10dCommunicator(group, options, [card.name for card in meeting.cards], peers)
+    return C10dCommunicator(wire, options, [card.name for card in meeting.cards], peers)
 
 
 def _initialise(timeout: float) -> None:

@@ -1,6 +1,6 @@
 """Whatever this thread has under way: while it waits for one thing, it does its part of everything else.
 
-Nobody waits in a circle then, over however many communicators.
+Nobody waits in a circle then, over however many communicators. Threads that take turns at one each take part.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ _here = threading.local()
 
 
 class Moving(Protocol):
-    """Something with operations under way."""
+    """Something with operations under way, and the `turn` of its communicator: who has it may move them."""
+
+    turn: threading.RLock
 
     def move_all(self) -> int:
         """Do what can be done without waiting; the number of operations that are left."""
@@ -26,11 +28,18 @@ def take_part(moving: Moving) -> None:
 
 def move_everything() -> int:
     """Move on whatever this thread has under way; the number of operations that are left."""
-    return sum(moving.move_all() for moving in list(_members()))
+    left = 0
+    for moving in list(_members()):
+        if moving.turn.acquire(blocking=False):  # else another thread is at it
+            try:
+                left += moving.move_all()
+            finally:
+                moving.turn.release()
+    return left
 
 
 def _members() -> weakref.WeakSet[Moving]:
-    """Of this thread: only one thread may use a communicator."""
+    """Those that this thread uses."""
     if not hasattr(_here, "members"):
         _here.members = weakref.WeakSet()
     members: weakref.WeakSet[Moving] = _here.members

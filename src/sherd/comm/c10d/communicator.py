@@ -26,6 +26,7 @@ from sherd.comm.base import Communicator
 from sherd.comm.c10d.lanes import Lane, Message
 from sherd.comm.c10d.slices import Slices, Steps, as_bytes
 from sherd.comm.c10d.watchdog import MOVE_EVERY, Watchdog
+from sherd.comm.c10d.wire import Wire, over_group
 from sherd.comm.calls import Call, call_site, site_text
 from sherd.comm.codec import Codec, wire_bytes
 from sherd.comm.handle import Handle
@@ -98,24 +99,24 @@ class C10dCommunicator(Communicator):
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | Wire,
         options: CommOptions | None = None,
         names: Sequence[str] | None = None,
         peers: Peers | None = None,
     ) -> None:
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), options or CommOptions())
-        self.names = list(names or [f"rank {r}" for r in dist.get_process_group_ranks(group)])
-        self._group = group
+        wire = group if isinstance(group, Wire) else over_group(group)
+        super().__init__(wire.rank, wire.world, options or CommOptions())
+        self.names = list(names or [f"rank {r}" for r in wire.world_ranks])
+        self._wire = wire
         self._number = 0
         self._alone = SoloCommunicator(self.options)
         self._broken: str | None = None
         self._in_exchanges: C10dHandle | None = None
         self._lanes: dict[tuple[str, int], Lane] = {}
-        self._slices = Slices(group, self.tree, self.rank)
+        self._slices = Slices(wire, self.tree)
         self._peers = peers
-        self._device = torch.device("cpu") if "gloo" in dist.get_backend_config(group) else torch.device("cuda")
-        store = PrefixStore("sherd", dist.distributed_c10d._get_process_group_store(group))
-        self._watchdog = Watchdog(store, self.rank, self.names, peers, self.options)
+        self._device = wire.device
+        self._watchdog = Watchdog(PrefixStore("sherd", wire.store), self.rank, self.names, peers, self.options)
         take_part(self)
         # Called by close(), or when nobody holds this communicator any more, or at the end of the process.
         self._leave = weakref.finalize(self, self._watchdog.close)
@@ -132,13 +133,13 @@ class C10dCommunicator(Communicator):
         self._issue(Call("subgroup", f"subgroup({list(ranks)})"), 0, _no_steps).complete()
         if self.rank not in ranks or len(ranks) == 1:
             return SoloCommunicator(self.options) if self.rank in ranks else None
-        world_ranks = dist.get_process_group_ranks(self._group)
-        group = dist.new_group(
-            [world_ranks[r] for r in ranks], use_local_synchronization=True, timeout=backend_limit(self.options)
-        )
+        wire = self._wire.subgroup(ranks, backend_limit(self.options))
         options = self.options.replace(group=min(self.tree.group, len(ranks)))
         peers = self._peers.renumbered({r: i for i, r in enumerate(ranks)}) if self._peers else None
-        return C10dCommunicator(group, options, [self.names[r] for r in ranks], peers)
+        return C10dCommunicator(wire, options, [self.names[r] for r in ranks], peers)
+
+    def use_here(self) -> None:
+        take_part(self)
 
     def fail(self, error: CommError) -> None:
         """Give up because of what happened elsewhere, and tell the other ranks."""
@@ -189,8 +190,7 @@ class C10dCommunicator(Communicator):
 
     def _broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
         def steps() -> Steps:
-            work: dist.Work = dist.broadcast(as_bytes(target), group=self._group, group_src=root, async_op=True)
-            yield work
+            yield self._wire.broadcast(as_bytes(target), root)
 
         payload = (self.world - 1) * wire_bytes(target.numel(), target) if self.rank == root else 0
         return self._issue(call, payload, steps)
@@ -215,9 +215,9 @@ class C10dCommunicator(Communicator):
 
         def steps() -> Steps:
             if self.options.check:
-                yield _started(dist.isend(header, group=self._group, group_dst=to))
+                yield self._wire.send(header, to)
             if source.numel():
-                yield _started(dist.isend(as_bytes(source), group=self._group, group_dst=to))
+                yield self._wire.send(as_bytes(source), to)
 
         return self._message(call, wire_bytes(source.numel(), source), to, steps)
 
@@ -227,10 +227,10 @@ class C10dCommunicator(Communicator):
         def steps() -> Steps:
             if self.options.check:
                 sent = torch.empty_like(header)
-                yield _started(dist.irecv(sent, group=self._group, group_src=source))
+                yield self._wire.recv(sent, source)
                 self._compare([(self.rank, header), (source, sent)])
             if target.numel():
-                yield _started(dist.irecv(as_bytes(target), group=self._group, group_src=source))
+                yield self._wire.recv(as_bytes(target), source)
 
         return self._message(call, 0, source, steps)
 
@@ -285,7 +285,7 @@ class C10dCommunicator(Communicator):
         header = self._header(call)
         headers = torch.empty(self.world * header.numel(), dtype=torch.uint8, device=self._device)
         with self._breaking():
-            self._watchdog.wait(dist.all_gather_single(headers, header, group=self._group, async_op=True))
+            self._watchdog.wait(self._wire.all_gather(headers, header))
         self._compare(list(enumerate(headers.view(self.world, -1))))
 
     def _header(self, call: Call) -> Tensor:
@@ -322,11 +322,6 @@ class C10dCommunicator(Communicator):
             self._broken = f"{type(error).__name__}: {error}"
             self._watchdog.report("failed", CommError(self._broken))
             raise
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # None is for ranks outside the group
-    return work
 
 
 def _no_steps() -> Steps:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sherd.comm.c10d.wire import Wire
 from sherd.comm.codec import Codec, decoded, encode
 from sherd.comm.summation import SummationTree, combine
 
@@ -25,6 +26,9 @@ _REDUCE = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
+    "and": dist.ReduceOp.BAND,
+    "or": dist.ReduceOp.BOR,
+    "xor": dist.ReduceOp.BXOR,
 }
 
 
@@ -32,10 +36,10 @@ class Slices:
     """Moves and reduces slices between the ranks of a group. A tensor is cut into one slice of `cut` elements per rank;
     the last slices may be shorter."""
 
-    def __init__(self, group: dist.ProcessGroup, tree: SummationTree, rank: int) -> None:
-        self._group = group
+    def __init__(self, wire: Wire, tree: SummationTree) -> None:
+        self._wire = wire
         self._tree = tree
-        self._rank, self._world = rank, tree.world
+        self._rank, self._world = wire.rank, wire.world
         self._buffers: list[Tensor] = []
 
     def goes_in_pieces(self, source: Tensor, cut: int, codec: Codec | None) -> bool:
@@ -92,8 +96,7 @@ class Slices:
 
     def backend_reduce_scatter(self, source: Tensor, target: Tensor, op: str) -> Steps:
         reduced = target if target.dtype == source.dtype else torch.empty_like(source[: target.numel()])
-        work: dist.Work = dist.reduce_scatter_single(reduced, source, _REDUCE[op], self._group, async_op=True)
-        yield work
+        yield self._wire.reduce_scatter(reduced, source, _REDUCE[op])
         if reduced is not target:
             target.copy_(reduced)
 
@@ -101,8 +104,7 @@ class Slices:
         reduced = target if target.dtype == source.dtype else torch.empty_like(source)
         if reduced.data_ptr() != source.data_ptr():
             reduced.copy_(source)
-        work: dist.Work = dist.all_reduce(reduced, _REDUCE[op], self._group, async_op=True)
-        yield work
+        yield self._wire.all_reduce(reduced, _REDUCE[op])
         if reduced is not target:
             target.copy_(reduced)
 
@@ -177,21 +179,16 @@ class Slices:
         self._buffers.append(whole)
 
     def all_to_all(self, output: Tensor, input: Tensor) -> dist.Work:
-        work: dist.Work = dist.all_to_all_single(as_bytes(output), as_bytes(input), group=self._group, async_op=True)
-        return work
+        return self._wire.all_to_all(as_bytes(output), as_bytes(input))
 
     def exchange_with_others(self, output: Tensor, input: Tensor) -> dist.Work:
         """An all-to-all of equal parts that leaves out the part a rank would send to itself."""
         part = input.numel() * input.element_size() // (self._world - 1)
         splits = [0 if r == self._rank else part for r in range(self._world)]
-        work: dist.Work = dist.all_to_all_single(
-            as_bytes(output), as_bytes(input), splits, splits, group=self._group, async_op=True
-        )
-        return work
+        return self._wire.all_to_all(as_bytes(output), as_bytes(input), splits, splits)
 
     def all_gather(self, output: Tensor, input: Tensor) -> dist.Work:
-        work: dist.Work = dist.all_gather_single(as_bytes(output), as_bytes(input), group=self._group, async_op=True)
-        return work
+        return self._wire.all_gather(as_bytes(output), as_bytes(input))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sherd.comm.c10d.slices import EXCHANGE_BYTES, as_bytes
+from sherd.comm.c10d.wire import Wire
 from sherd.comm.codec import Codec, decoded, encode
 from sherd.comm.faults import LinkBroken
 from sherd.comm.summation import SummationTree, combine
@@ -25,13 +26,11 @@ from sherd.comm.summation import SummationTree, combine
 class Link:
     """A message under way to or from rank `peer`."""
 
-    def __init__(self, start: Callable[[], dist.Work | None], peer: int, waited_for: set[int]) -> None:
+    def __init__(self, start: Callable[[], dist.Work], peer: int, waited_for: set[int]) -> None:
         self._peer = peer
         self._waited_for = waited_for
         with self._known():
-            work = start()
-        assert work is not None  # None is for ranks outside the group
-        self._work = work
+            self._work = start()
 
     def wait(self) -> None:
         self._waited_for.add(self._peer)
@@ -53,11 +52,11 @@ Steps = Generator[Link, None, None]
 class Across:
     """The column of one rank. `ranks` are its members' numbers in the world, one per host."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+    def __init__(self, wire: Wire, ranks: Sequence[int]) -> None:
         self.ranks = ranks
         self.hosts = len(ranks)
-        self.mine = dist.get_rank(group)
-        self._group = group
+        self.mine = wire.rank
+        self._wire = wire
         self._others = [h for h in range(self.hosts) if h != self.mine]
         self._tree = SummationTree(self.hosts, 1)  # each part is the sum of a group already
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -119,11 +118,11 @@ class Across:
     # ---------------------------------------------------------------- parts
 
     def _start(self, give: Sequence[Tensor], take: Sequence[Tensor], tag: int = 0) -> list[Link]:
-        def receive(h: int) -> dist.Work | None:
-            return dist.irecv(as_bytes(take[h]), group=self._group, group_src=h, tag=tag)
+        def receive(h: int) -> dist.Work:
+            return self._wire.recv(as_bytes(take[h]), h, tag)
 
-        def send(h: int) -> dist.Work | None:
-            return dist.isend(as_bytes(give[h]), group=self._group, group_dst=h, tag=tag)
+        def send(h: int) -> dist.Work:
+            return self._wire.send(as_bytes(give[h]), h, tag)
 
         received = [h for h in self._others if take[h].numel()]
         sent = [h for h in self._others if give[h].numel()]

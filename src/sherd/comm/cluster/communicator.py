@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sherd.comm.base import Communicator
 from sherd.comm.c10d.communicator import HEADER_BYTES, C10dCommunicator
 from sherd.comm.c10d.lanes import Lane, Message
+from sherd.comm.c10d.wire import Wire
 from sherd.comm.calls import Call, Site, call_site
 from sherd.comm.cluster.across import Across, Steps
 from sherd.comm.cluster.pipeline import ClusterOperation, Phase, Pipeline
@@ -26,7 +26,7 @@ from sherd.comm.codec import Codec, wire_bytes
 from sherd.comm.faults import LinkBroken
 from sherd.comm.handle import Handle
 from sherd.comm.host.communicator import HostCommunicator
-from sherd.comm.progress import move_everything
+from sherd.comm.progress import move_everything, take_part
 from sherd.comm.solo import SoloCommunicator
 from sherd.comm.summation import cut_for, one_phase
 from sherd.config import CommOptions
@@ -49,17 +49,17 @@ class ClusterCommunicator(Communicator):
     shares_memory = True
 
     def __init__(
-        self, flat: C10dCommunicator, inside: Inside, again: Inside, column: dist.ProcessGroup, options: CommOptions
+        self, flat: C10dCommunicator, inside: Inside, again: Inside, column: Wire, options: CommOptions
     ) -> None:
         super().__init__(flat.rank, flat.world, options)
-        self.names = flat.names
+        self.names, self.turn = flat.names, flat.turn
         self._flat, self._inside, self._again = flat, inside, again
         self._locals = inside.world
         self._across = Across(column, range(inside.rank, self.world, inside.world))
         self._hosts, self._mine = self._across.hosts, self._across.mine
         self._lane = Lane("sherd-across")
         self._trouble = Trouble([flat, *(part for part in (inside, again) if isinstance(part, HostCommunicator))])
-        self._pipeline = Pipeline(self._trouble)
+        self._pipeline = Pipeline(self._trouble, self.turn)
         self._spares = Spares()
         self._number = 0
 
@@ -90,6 +90,11 @@ class ClusterCommunicator(Communicator):
             if len(hosts) > 1:
                 return self._flat.subgroup(ranks)
             return self._inside.subgroup([r % self._locals for r in ranks]) if hosts == {self._mine} else None
+
+    def use_here(self) -> None:
+        for part in (self._flat, self._inside, self._again):
+            part.use_here()
+        take_part(self._pipeline)
 
     def _close(self, error: BaseException | None) -> None:
         self._trouble.close()

@@ -8,6 +8,7 @@ each phase sees the operations in the order in which they were issued, on every 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -63,8 +64,9 @@ class ClusterOperation(Handle):
 class Pipeline:
     """The operations of one rank that are under way."""
 
-    def __init__(self, trouble: Trouble) -> None:
+    def __init__(self, trouble: Trouble, turn: threading.RLock) -> None:
         self._trouble = trouble
+        self.turn = turn
         self._operations: list[ClusterOperation] = []
         self._moving = False
         take_part(self)

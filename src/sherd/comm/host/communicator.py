@@ -6,6 +6,7 @@ import atexit
 import functools
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sherd.comm.base import Communicator
-from sherd.comm.calls import Call, call_site
+from sherd.comm.calls import Call
 from sherd.comm.codec import Codec, wire_bytes
 from sherd.comm.handle import Handle
 from sherd.comm.host.board import Board, State, spins_pay
@@ -29,6 +30,7 @@ from sherd.comm.host.small import Finish, SmallCalls, SmallPlan
 from sherd.comm.host.staging import SMALL_BYTES, SMALL_CHUNKS, Staging, is_small
 from sherd.comm.host.streams import Streams, Take
 from sherd.comm.host.waiting import Waiter
+from sherd.comm.progress import take_part
 from sherd.comm.solo import SoloCommunicator
 from sherd.comm.summation import combine, cut_for, one_phase
 from sherd.config import CommOptions
@@ -51,11 +53,13 @@ class HostCommunicator(Communicator):
         options: CommOptions,
         beside: HostCommunicator | None = None,
         numbers: Sequence[int] | None = None,
+        turn: threading.RLock | None = None,
     ) -> None:
         """`beside` is a communicator over the same link, whose shared memory and counters this one takes as its own.
-        `numbers` are the ranks as errors list them, where this is a part of a larger communicator."""
+        In a part of a larger communicator, `numbers` are the ranks as errors list them, and `turn` is that one's."""
         rank, world = link.members.index(link.rank), len(link.members)
         super().__init__(rank, world, options)
+        self.turn = turn or self.turn
         self.names = [card.name for card in link.cards]
         self._link = link
         self._all = range(world)
@@ -68,7 +72,7 @@ class HostCommunicator(Communicator):
         self._peers = link.watch(options.timeout, range(world))
         numbers = numbers or self._all
         waiter = Waiter(self._board, self._peers, self.names, numbers, options, spin=spins_pay(world))
-        self._scheduler = Scheduler(self._board, waiter)
+        self._scheduler = Scheduler(self._board, waiter, self.turn)
         small = self._ring("small", SMALL_BYTES, SMALL_CHUNKS)
         large = self._ring("large", options.chunk_bytes, options.chunks)
         headers = Headers(self._board, self.names, numbers, options.check)
@@ -96,14 +100,14 @@ class HostCommunicator(Communicator):
         self._scheduler.fail(error)
 
     def shared_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        self._agree(f"shared_tensor({dtype}{list(shape)})")
+        self.agree(f"shared_tensor({dtype}{list(shape)})").wait()
         numel = torch.Size(shape).numel()
         segment = self._share("tensor", numel * dtype.itemsize)
         self._memory.add(segment, common=True)
         return segment.tensor(0, numel, dtype).view(shape)
 
     def shared_buffers(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        self._agree(f"shared_buffers({dtype}{list(shape)})")
+        self.agree(f"shared_buffers({dtype}{list(shape)})").wait()
         numel = torch.Size(shape).numel()
         stride = round_up(numel * dtype.itemsize, PAGE)
         segment = self._share("buffers", stride * self.world)
@@ -112,7 +116,7 @@ class HostCommunicator(Communicator):
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         self._check_group(ranks)
-        self._agree(f"subgroup({list(ranks)})")
+        self.agree(f"subgroup({list(ranks)})").wait()
         # Ranks outside the group meet too, each in a group of its own, because every rank is in the exchange.
         group = "inside" if self.rank in ranks else f"outside-{self.rank}"
         world_rank = self._link.cards[self.rank].rank
@@ -122,6 +126,9 @@ class HostCommunicator(Communicator):
             meeting.link.close()
             return SoloCommunicator(self.options) if self.rank in ranks else None
         return HostCommunicator(meeting.link, options)
+
+    def use_here(self) -> None:
+        take_part(self._scheduler)
 
     def _close(self, error: BaseException | None) -> None:
         if error is not None:
@@ -141,11 +148,6 @@ class HostCommunicator(Communicator):
         """Raise if another rank has reported a fault. Before there is a board, none can."""
         if hasattr(self, "_scheduler"):
             self._scheduler.check()
-
-    def _agree(self, text: str) -> None:
-        """A barrier that all ranks must enter with the same words."""
-        self._site = call_site()
-        self._barrier(Call(text.partition("(")[0], text)).wait()
 
     # ---------------------------------------------------------------- operations
 

@@ -7,6 +7,7 @@ does its part of whatever else is at the head of a queue, in every communicator 
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 
@@ -24,13 +25,14 @@ _STATES = {Diverged: State.DIVERGED, PeerLost: State.LOST_PEER, TimedOut: State.
 class Scheduler:
     """The operations of one rank that are under way."""
 
-    def __init__(self, board: Board, waiter: Waiter) -> None:
+    def __init__(self, board: Board, waiter: Waiter, turn: threading.RLock) -> None:
         self._board = board
         self._words = board.words
         self._waiter = waiter
         self._collectives: deque[Operation] = deque()
         self._queues = [self._collectives]
         self._broken: BaseException | str | None = None
+        self.turn = turn
         take_part(self)
 
     def new_queue(self) -> deque[Operation]:

@@ -1,0 +1,38 @@
+"""How torch.distributed gets a group of the backend."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore
+
+from sherd.comm.backend.group import Group
+from sherd.comm.connect import join
+from sherd.config import CommOptions
+from sherd.errors import ConfigError
+
+
+def create(place: Any, options: CommOptions | None) -> Group:
+    """Called by torch on every member of a new group. `place` says where they meet; `options` are its `pg_options`."""
+    if options is None:
+        options = _default_options(place.timeout)
+    elif not isinstance(options, CommOptions):
+        raise ConfigError(
+            f'the backend "sherd" takes pg_options=sherd.CommOptions(...), got a {type(options).__name__}'
+        )
+    # A store can outlive the group that was made over it: the next one of that name must not read what the last wrote.
+    # Counted there, as not every rank is in every group; all members come once before any of them comes again.
+    size = place.group_size
+    earlier = (place.store.add(f"sherd/{size}", 1) - 1) // size
+    store = PrefixStore(f"sherd/{size}/{earlier}", place.store)
+    ranks = place.global_ranks_in_group or range(size)
+    return Group(place.store, join(store, place.group_rank, ranks, options))
+
+
+def _default_options(timeout: timedelta) -> CommOptions:
+    """From the SHERD_* variables; a timeout that was given to torch wins over theirs."""
+    if timeout == dist.constants.default_pg_timeout:
+        return CommOptions.from_env()
+    return CommOptions.from_env(timeout=timeout.total_seconds())

@@ -1,0 +1,121 @@
+"""What a call of the backend returns to torch.
+
+Nothing runs in the background: an operation is completed by the thread that waits for it. So an error comes out of
+`wait()`, where torch hands it on to the training loop as it is. It must never be put into a future: torch's functions
+drop it there, and its DDP takes it for a tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sherd.comm.base import Communicator
+from sherd.comm.handle import Handle
+from sherd.errors import TimedOut
+
+_NO_LIMIT = timedelta(0)
+_LOOK_EVERY = 0.0005
+
+
+class Turn:
+    """`with turn as communicator`: one thread at a time. Torch promises no more than that the ranks' calls have one
+    order; a checkpoint, for one, may be saved by a thread of its own."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._thread = threading.get_ident()
+
+    def __enter__(self) -> Communicator:
+        self._communicator.turn.acquire()
+        thread = threading.get_ident()
+        if thread != self._thread:
+            self._communicator.use_here()
+            self._thread = thread
+        return self._communicator
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._communicator.turn.release()
+
+
+class Pending(dist.Work):
+    """Operations under way. `outputs` are torch's result; `finish` is what is left to do when they are complete."""
+
+    def __init__(
+        self, turn: Turn, handles: Sequence[Handle], outputs: Sequence[Tensor], finish: Callable[[], None] | None = None
+    ) -> None:
+        super().__init__()
+        self._turn = turn
+        self._handles = handles
+        self._outputs = list(outputs)
+        self._finish = finish
+        self._complete = False
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        if not self._complete:
+            if timeout > _NO_LIMIT:
+                self._wait_within(timeout.total_seconds())
+            with self._turn:
+                self._wait()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether `wait()` would return, or raise, at once."""
+        if self._complete or self._error is not None:
+            return True
+        with self._turn:
+            try:
+                if not all(handle.done() for handle in self._handles):
+                    return False
+                self._wait()
+            except BaseException as error:
+                self._error = error
+        return True
+
+    def is_success(self) -> bool:
+        return self._complete
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A completed one: nobody could complete it later, as it is waited for outside of Python."""
+        self.wait()
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self._outputs)
+        return future
+
+    def _wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            for handle in self._handles:
+                handle.wait()
+        except BaseException as error:
+            self._error = error
+            raise
+        if self._finish is not None and not self._complete:
+            self._finish()
+        self._complete = True
+
+    def _wait_within(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self.is_completed():
+            if time.monotonic() > deadline:
+                raise TimedOut(f"an operation was not complete after the {seconds:g} s that wait() was given")
+            time.sleep(_LOOK_EVERY)

@@ -1,0 +1,96 @@
+"""The backend "sherd" where the ranks are on several hosts, which are played by labels."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.backend_helpers import backend
+from tests.test_backend import every_collective
+from tests.test_backend_training import ddp, fsdp2, nearly
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+def on_two_hosts(fn, *args):
+    """`fn(*args)` where ranks 0 and 1 are on one host, 2 and 3 on another."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHERD_HOST", "ab"[int(os.environ["RANK"]) // 2])
+        return fn(*args)
+
+
+def test_every_collective(ranks):
+    ranks(4).run(on_two_hosts, every_collective, "cluster", (torch.float32, torch.int64))
+
+
+def groups():
+    """Those of one host share memory, a column and the whole do what they can, and each knows its ranks."""
+    with backend("cluster"):
+        rank = dist.get_rank()
+        found = {}
+        for members in ([0, 1], [2, 3], [0, 2], [1, 3], [0, 1, 2, 3], [0, 1, 2]):
+            group = dist.new_group(members)
+            if rank in members:
+                x = torch.full((30_000,), float(rank))
+                dist.all_reduce(x, group=group)
+                assert x[-1].item() == sum(members)
+                found[tuple(members)] = group.communicator.transport
+        dist.barrier()
+        return found
+
+
+def test_groups_take_the_transport_of_their_hosts(ranks):
+    first, *_, last = ranks(4).run(on_two_hosts, groups)
+    assert first == {(0, 1): "host", (0, 2): "c10d", (0, 1, 2, 3): "cluster", (0, 1, 2): "c10d"}
+    assert last == {(2, 3): "host", (1, 3): "c10d", (0, 1, 2, 3): "cluster"}
+
+
+def threads():
+    """Another thread completes what this one has begun, and goes on, while this one uses another group."""
+    with backend("cluster"):
+        other = dist.new_group()
+        begun = [dist.all_reduce(torch.full((30_000,), float(n)), group=other, async_op=True) for n in range(4)]
+        found = []
+
+        def talk():
+            for work in begun:
+                found.append(work.result()[0][-1].item())
+            for step in range(30):
+                x = torch.full((20_000,), float(step))
+                dist.all_reduce(x, group=other)
+                found.append(x[-1].item())
+
+        thread = threading.Thread(target=talk)
+        thread.start()
+        for step in range(30):
+            x = torch.full((20_000,), float(step))
+            dist.all_reduce(x)
+            assert x[-1].item() == 4 * step
+        thread.join()
+        assert found == [4.0 * step for step in (*range(4), *range(30))]
+        x = torch.ones(3)
+        dist.all_reduce(x, group=other)
+        assert x.tolist() == [4.0] * 3
+
+
+def test_threads_take_turns(ranks):
+    ranks(4).run(on_two_hosts, threads)
+
+
+def training():
+    with backend("cluster") as gloo:
+        meshes = init_device_mesh("cpu", (4,)), DeviceMesh.from_group(gloo, "cpu")
+        for train, (ours, theirs) in ((ddp, (None, gloo)), (sharded, meshes)):
+            first, other, again = train(ours), train(theirs), train(ours)
+            nearly(first, other)
+            assert all(torch.equal(first[key], again[key]) for key in first)
+
+
+def sharded(mesh):
+    return fsdp2(mesh)[0]
+
+
+def test_ddp_and_fsdp2_train_as_over_gloo_and_the_same_every_time(ranks):
+    ranks(4).run(on_two_hosts, training)
