@@ -27,6 +27,7 @@ STRATEGIES = {
     "zero2": "zero2",
     "zero3": "zero3",
     "zero2, private": sherd.ZeRO(stage=2, share_host_memory=False),
+    "zero3, gathered": sherd.ZeRO(stage=3, share_host_memory=False),
 }
 NAMES = ("ddp", "zero1", "zero2", "zero3")
 # Over c10d every copy is private already.
@@ -357,7 +358,12 @@ def random_case(case, strategies, transport):
 
 
 def check_random(ranks, world, case, transport):
-    by_rank = ranks(world).run(random_case, case, ("ddp", "zero1", "zero2", "zero3", "zero2, private"), transport)
+    strategies = ["ddp", "zero1", "zero2", "zero2, private"]
+    if transport == "host":
+        strategies.append("zero3")
+    if not case["unused"]:  # ranks gather together, so they must use the same parameters
+        strategies.append("zero3, gathered")
+    by_rank = ranks(world).run(random_case, case, tuple(strategies), transport)
     for rank, found in enumerate(by_rank):
         for strategy, (losses, weights) in found.items():
             wrong = [name for name, data in found["ddp"][1].items() if weights[name] != data]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from tests.training_helpers import double, loss_of, sgd, train, weights
 from tests.what_works import every_case
-from tests.what_works.cases import Case
+from tests.what_works.cases import GATHERED, Case
 from tests.what_works.page import COMMAND, PAGE, page
 from tests.what_works.running import verify
+
+from sherd import RankFailed
 
 CASES = every_case()
 
@@ -16,6 +20,37 @@ CASES = every_case()
 @pytest.mark.parametrize("name", CASES)
 def test_case(ranks, name):
     verify(CASES[name], ranks(2))
+
+
+ALONE = r"state_dict\(\) after step \d+, which all ranks must call"
+APART = "which all ranks must make"
+WHOLE_GRAPHS = "without fullgraph=True it works"
+GATHERED_OTHERWISE = {
+    "afterwards.edited_outside": "was not refused",  # nobody else sees the edit, and it was made on all ranks
+    "saving.state_is_kept": "kept.0.weight differs",  # it holds copies
+    "saving.state_on_one_rank": ALONE,
+    "hugging_face.pretrained": ALONE,
+    "gradients.unused_on_some_ranks": APART,
+    "gradients.unused_in_many_buckets": APART,
+    "gradients.skipped_by_rank": APART,
+    **dict.fromkeys(("compiled.blocks_before", "compiled.blocks_after"), WHOLE_GRAPHS),
+    **dict.fromkeys(("compiled.model_before", "compiled.model_after"), WHOLE_GRAPHS),
+    "compiled.inductor": "differs by",  # graphs of other operations, which round otherwise
+}
+"""What is not as in other strategies where zero3 gathers parameters on use."""
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "zero3" in case.strategies])
+def test_case_where_parameters_are_gathered(ranks, name):
+    case = CASES[name]
+    first = () if "ddp" not in case.strategies else ("ddp",)
+    gathered = dataclasses.replace(case, strategies=(*first, GATHERED))
+    if name not in GATHERED_OTHERWISE:
+        verify(gathered, ranks(2))
+        return
+    with pytest.raises((AssertionError, RuntimeError, RankFailed), match=GATHERED_OTHERWISE[name]):
+        verify(gathered, ranks(2))
 
 
 def test_the_page_is_what_the_cases_say():

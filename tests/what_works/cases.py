@@ -27,6 +27,10 @@ STEPS = 3
 TIMEOUT = 20.0  # seconds that a rank waits for another; no refusal may take as long
 
 
+GATHERED = "gathered"
+"""zero3 as it is where ranks share no memory."""
+
+
 class Run:
     """Where a case finds itself: `strategy` is None in the plain run, which is rank 0 of a world of one."""
 
@@ -41,7 +45,11 @@ class Run:
         """`sherd.distribute` under the strategy of this run; the things untouched in the plain one."""
         if self.plain:
             return things if len(things) > 1 else things[0]
-        return sherd.distribute(*things, strategy=self.strategy, comm=self.comm, **options)
+        strategy: Any = self.strategy
+        if strategy == GATHERED:
+            strategy = sherd.ZeRO(stage=3, share_host_memory=False)
+            options = {"bucket_bytes": 1024, **options}
+        return sherd.distribute(*things, strategy=strategy, comm=self.comm, **options)
 
     def rows(self, whole: Tensor) -> Tensor:
         """This rank's consecutive rows of a whole batch."""

@@ -1,8 +1,9 @@
-"""Which modules are distributed, and what that changes about loading into them.
+"""Which modules are distributed, and what that changes about loading into them and saving them.
 
 `load_state_dict` of a module that is, contains or is a part of a distributed model takes rank 0's values, wherever the
 parameters live. Torch has no hook for that which copies and pickles of the module would not carry along, so the method
-is wrapped once per process and asks which engine a module belongs to.
+is wrapped once per process and asks which engine a module belongs to. So is `state_dict`, which gives copies of
+parameters that no rank has whole; all ranks must call it then.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from collections.abc import MutableMapping
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from sherd.comm import labelled
 from sherd.engine.engine import Engine
+from sherd.engine.on_use import plain_copies
 from sherd.errors import ConfigError
 
 _engines: MutableMapping[nn.Module | nn.Parameter, weakref.ref[Engine]] = WeakIdKeyDictionary()
@@ -29,6 +33,7 @@ def enrol(model: nn.Module, engine: Engine) -> None:
         _engines[member] = weakref.ref(engine)
     if not hasattr(nn.Module.load_state_dict, "__sherd__"):
         _wrap_loading()
+        _wrap_saving()
 
 
 def engine_of(module: nn.Module) -> Engine:
@@ -51,21 +56,47 @@ def _find(member: nn.Module | nn.Parameter) -> Engine | None:
     return None if reference is None else reference()
 
 
+def _engines_of(module: nn.Module) -> list[Engine]:
+    """The engines of all distributed models that it is, contains or is a part of."""
+    return list({id(engine): engine for engine in map(_find, module.modules()) if engine is not None}.values())
+
+
 def _wrap_loading() -> None:
     original = nn.Module.load_state_dict
 
     @functools.wraps(original)
     def load_state_dict(self: nn.Module, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        engines = {id(engine): engine for engine in map(_find, self.modules()) if engine is not None}
+        engines = _engines_of(self)
         if engines and assign:
             raise ConfigError(
                 "load_state_dict(assign=True) would put other tensors in the place of those that the ranks train; "
                 "write load_state_dict(state)"
             )
         with ExitStack() as edits:
-            for engine in engines.values():
+            for engine in engines:
                 edits.enter_context(engine.editing.editing(self, compare=False))
             return original(self, state_dict, strict, assign)
 
     load_state_dict.__sherd__ = True  # type: ignore[attr-defined]
     nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
+def _wrap_saving() -> None:
+    original = nn.Module.state_dict
+
+    @functools.wraps(original)
+    def state_dict(self: nn.Module, *args: Any, **options: Any) -> Any:
+        state = original(self, *args, **options)
+        if args or "destination" in options:
+            return state  # a part of another call
+        for engine in _engines_of(self):
+            if not engine.store.whole:
+                with labelled(f"state_dict() after step {engine.steps}, which all ranks must call"):
+                    # Or a rank alone might find the others where they gather the same, or in a barrier.
+                    with engine.comm.counters.agreeing():
+                        engine.comm.all_gather(torch.zeros(1), what="state_dict()").wait()
+                    plain_copies(state)
+        return state
+
+    state_dict.__sherd__ = True  # type: ignore[attr-defined]
+    nn.Module.state_dict = state_dict  # type: ignore[method-assign]

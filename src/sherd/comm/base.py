@@ -102,9 +102,13 @@ class Communicator(ABC):
         *,
         codec: Codec | None = None,
         dtype: torch.dtype | None = None,
+        what: str = "",
     ) -> Handle:
-        """Concatenate every rank's `input` along the first dimension, in rank order, on every rank."""
-        form = self._form("all_gather", input, output, dtype, codec)
+        """Concatenate every rank's `input` along the first dimension, in rank order, on every rank.
+
+        `what` says what is gathered, where ranks might gather different things of one shape: it is compared too.
+        """
+        form = self._form("all_gather", input, output, dtype, codec, what)
         result, flat = _output(input, output, form)
         return self._finish(self._all_gather(form.call, _flat(input), flat, codec), result, flat)
 
@@ -320,6 +324,8 @@ class Communicator(ABC):
         compared = ""
         if operation in ("reduce_scatter", "all_reduce"):
             check_reduction(str(detail))
+            words.insert(0, str(detail))
+        elif operation == "all_gather":
             words.insert(0, str(detail))
         elif operation == "broadcast":
             self._check_rank(detail, operation, "root")

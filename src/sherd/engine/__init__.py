@@ -11,6 +11,10 @@ arrived), `flat`, `ring`, `gradients` and `whole_gradients` (how it is reduced),
 `parameter` and `grad_access` (what a user sees of it), `rounds` (all of these together); `elementwise`,
 `optimizer_state` and `optimizer_shard` (who updates what); `stores` (where parameters live), `edits` and `editing` (who
 may change them); `buffers` (kept equal) and `sync_batch_norm`; and `engine`, where a step brings them together.
+
+One of the stores keeps slices and gathers parameters while they are used: `pages` (memory that comes and goes), `route`
+(what is used next), `apart`, `gathering` (what is whole, and for how long), `on_use` (how use is noticed), `transforms`
+and `gathered_store`.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ class Parameters(enum.Enum):
     """every rank has all of them and updates all of them"""
     PRIVATE = "private"
     """every rank has all of them; owners update their slices and ranks gather them"""
+    GATHERED = "gathered"
+    """every rank has its slices; buckets are gathered when they are used and released again"""
     HOST = "host"
     """the ranks of a host share one copy; owners update their slices in place"""
 

@@ -21,6 +21,7 @@ from sherd.engine.buffers import BufferSync
 from sherd.engine.choices import Choices, Parameters
 from sherd.engine.editing import Editing
 from sherd.engine.edits import EditGuard
+from sherd.engine.gathered_store import GatheredStore
 from sherd.engine.gradients import RingGradients
 from sherd.engine.inventory import Inventory
 from sherd.engine.layout import ShardLayout
@@ -35,6 +36,7 @@ log = logging.getLogger("sherd")
 _STORES: dict[Parameters, type[ParameterStore]] = {
     Parameters.REPLICAS: ReplicaStore,
     Parameters.PRIVATE: PrivateStore,
+    Parameters.GATHERED: GatheredStore,
     Parameters.HOST: HostStore,
 }
 

@@ -19,6 +19,7 @@ _RAW: Any = torch.Tensor.grad
 _MODULE_ZERO_GRAD = nn.Module.zero_grad.__code__
 _PARAMETER_NEW: Any = nn.Parameter.__new__
 _ANY = torch.empty(0)
+_NOBODY: Any = (lambda: None, 0)
 
 
 class GradientSource(Protocol):
@@ -42,13 +43,17 @@ def set_raw_grad(parameter: Tensor, gradient: Tensor | None) -> None:
     _RAW.__set__(parameter, gradient)
 
 
+class Copied(Tensor):
+    """A tensor that cannot become the data of a parameter as it is: its memory comes and goes."""
+
+
 class ShardedParameter(nn.Parameter):
     """A parameter whose gradient this rank keeps only a part of. Copies of it are plain parameters."""
 
     @property
     def grad(self) -> Tensor | None:
         """The gradient over all ranks, gathered. Collective; `sherd.full_grad` is the same with a name."""
-        source, entry = self.__dict__["_sherd"]
+        source, entry = self.__dict__.get("_sherd", _NOBODY)
         owner: GradientSource | None = source()
         if owner is None:
             return raw_grad(self)  # the model is gone, and this parameter lives on by itself
@@ -59,7 +64,7 @@ class ShardedParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        source, entry = self.__dict__["_sherd"]
+        source, entry = self.__dict__.get("_sherd", _NOBODY)
         owner = source()
         if owner is None:
             set_raw_grad(self, gradient)
@@ -81,10 +86,12 @@ def _construct(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
     """`nn.Parameter(data)`, for which torch wants the class of `data.detach()` to be that of `data`."""
     if isinstance(data, ShardedParameter):
         data = data.detach()
+    if isinstance(data, Copied):
+        data = data.clone()
     return _PARAMETER_NEW(cls, data, requires_grad)
 
 
-def _by_value(parameter: ShardedParameter) -> Any:
+def by_value(parameter: Tensor) -> Any:
     """How it is sent to another process: torch would send a handle to memory that is gone before it arrives."""
     buffer = io.BytesIO()
     torch.save(parameter.detach(), buffer)
@@ -97,8 +104,14 @@ def _rebuild(data: bytes, requires_grad: bool) -> nn.Parameter:
 
 def adopt(parameter: nn.Parameter, source: GradientSource, entry: int) -> None:
     """Make `source` the one that knows the gradient of `parameter`."""
+    if not isinstance(parameter, ShardedParameter):
+        become(parameter, ShardedParameter)
+    parameter.__dict__["_sherd"] = (weakref.ref(source), entry)
+
+
+def become(parameter: nn.Parameter, kind: type[ShardedParameter]) -> None:
+    """Change the class of a parameter."""
     if nn.Parameter.__new__ is not _construct:
         nn.Parameter.__new__ = staticmethod(_construct)  # type: ignore[method-assign]
-        ForkingPickler.register(ShardedParameter, _by_value)
-    parameter.__class__ = ShardedParameter
-    parameter.__dict__["_sherd"] = (weakref.ref(source), entry)
+    ForkingPickler.register(kind, by_value)
+    parameter.__class__ = kind

@@ -24,6 +24,8 @@ class ParameterStore(ABC):
 
     shared = False
     """Whether ranks see each other's writes at once."""
+    whole = True
+    """Whether this rank can read all of them without the others."""
     owns_memory = True
     """Whether parameters must stay where the store put them."""
 
@@ -53,6 +55,10 @@ class ParameterStore(ABC):
     def bytes(self) -> int:
         """Bytes of parameters that this rank allocated; a shared store counts once, on the first rank of a host."""
         return sum(parameter.nbytes for parameter in self._parameters)
+
+    def gathered_bytes(self) -> int:
+        """Bytes of buckets that are whole for now only."""
+        return 0
 
     def write(self, indices: Sequence[int]) -> None:
         """Take rank 0's values of these parameters for everybody's. Collective."""

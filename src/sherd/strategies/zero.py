@@ -25,7 +25,7 @@ class ZeRO(Strategy):
 
     share_host_memory: bool = True
     """Keep one copy of the parameters per host, where ranks can share memory. False: every rank has its own copy, and
-    updated slices are gathered."""
+    updated slices are gathered; at stage 3 every rank has its slices, and gathers parameters while they are used."""
 
     def validate(self) -> None:
         if self.stage not in (1, 2, 3):
@@ -38,8 +38,10 @@ class ZeRO(Strategy):
 
     def choose(self, comm: Communicator, device: torch.device) -> Choices:
         shared = self.share_host_memory and comm.shares_memory and device.type == "cpu"
+        gathered = self.stage == 3 and device.type == "cpu"
+        private = Parameters.GATHERED if gathered else Parameters.PRIVATE
         return Choices(
-            Parameters.HOST if shared else Parameters.PRIVATE,
+            Parameters.HOST if shared else private,
             Gradients.WHOLE if self.stage == 1 else Gradients.SLICES,
             AccumulateAt.RANK if self.stage == 1 else AccumulateAt.OWNER,
         )

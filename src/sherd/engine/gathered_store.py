@@ -1,0 +1,151 @@
+"""Parameters of which a rank keeps its slices, and the rest only while it is used."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from sherd.comm import Handle, labelled
+from sherd.engine.entry import dtype_of
+from sherd.engine.flat import carve, numel_by_dtype
+from sherd.engine.gathering import Gathering
+from sherd.engine.on_use import gather_on_use
+from sherd.engine.pages import Pages, PrivatePages
+from sherd.engine.slicing import Bucket
+from sherd.engine.stores import ParameterStore
+from sherd.engine.transforms import watch_transforms
+
+_numbers = itertools.count(1)  # ranks distribute the same models in the same order
+
+
+class GatheredStore(ParameterStore):
+    """Every rank has its slices; a bucket is whole on a rank while it is used there. Frozen ones too."""
+
+    whole = False
+
+    def _take_over(self) -> list[Tensor]:
+        trained, frozen = self._trained, self._trained.frozen
+        self._layout = layout = trained.layout.grown(trained.inventory.entries(frozen))
+        self._entries = {index: entry for entry, index in enumerate((*trained.indices, *frozen))}
+        self._flats = {
+            dtype: torch.zeros(size, dtype=dtype_of(dtype), device=self._device)
+            for dtype, size in numel_by_dtype(layout.buckets, lambda bucket: bucket.slice_numel).items()
+        }
+        self._own = carve(self._flats, layout.buckets, lambda bucket: bucket.slice_numel)
+        self._pages = [self._make_pages(bucket) for bucket in layout.buckets]
+        self._places = {each.memory.untyped_storage()._cdata: index for index, each in enumerate(self._pages)}
+        number = next(_numbers)
+        self._names = [self._name(bucket, number) for bucket in layout.buckets]
+        self.gathering = Gathering(self._names, self._fetch, self._release, self._write_back)
+        self._homes = [self._home(index) for index in range(len(self._parameters))]
+        self._fill()
+        trainable = len(trained.layout.buckets)
+        self._changing = list(range(trainable))  # the buckets of which there are slices to update
+        watch_transforms()
+        return self._own[:trainable]
+
+    # ---------------------------------------------------------------- on use
+
+    def bucket_of(self, tensor: Tensor) -> int | None:
+        """The bucket in whose memory a tensor lies, if it is the store's."""
+        try:
+            return self._places.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # it has none: sparse, or of a transform
+            return None
+
+    def _make_pages(self, bucket: Bucket) -> Pages:
+        return PrivatePages(bucket.numel, dtype_of(bucket.dtype))
+
+    def _fetch(self, bucket: int) -> Handle:
+        # By name: ranks that gather different buckets of one size must find out.
+        return self._comm.all_gather(self._own[bucket], self._pages[bucket].memory, what=self._names[bucket])
+
+    def _release(self, bucket: int) -> None:
+        self._pages[bucket].release()
+
+    def _write_back(self, bucket: int) -> None:
+        self._own[bucket].copy_(self._pages[bucket].memory.view(self._comm.world, -1)[self._comm.rank])
+
+    # ---------------------------------------------------------------- a step
+
+    def acquire(self) -> None:
+        self.gathering.drop(self._changing)
+
+    def publish(self) -> None:
+        self.gathering.steps += 1
+        self.gathering.refresh()
+        self.bump()
+
+    def grow(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            bucket = self._bucket(index)
+            self._changing.append(bucket)
+            self.slices.append(self._own[bucket])
+
+    # ---------------------------------------------------------------- edits
+
+    def lend(self, indices: Sequence[int]) -> None:
+        with labelled("full_parameters, or load_state_dict"):
+            for index in indices:
+                self.gathering.touch(self._bucket(index))
+                self._parameters[index].data = self._homes[index].clone()
+
+    def take_back(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            self._parameters[index].data = self._homes[index]
+
+    def write(self, indices: Sequence[int]) -> None:
+        self.gathering.drop(self._buckets(indices))
+        self.from_leader(self._parameters[index] for index in indices)
+        for index in indices:
+            self._put(index, self._parameters[index].detach())
+        self.take_back(indices)
+        self.gathering.refresh()
+
+    def _put(self, index: int, value: Tensor) -> None:
+        """Keep this rank's part of a whole parameter."""
+        entry = self._entries[index]
+        flat = self._layout.entries[entry].flattened(value)
+        for segment in self._layout.segments_of(entry):
+            if segment.owner == self._comm.rank:
+                part = flat[segment.region.start : segment.region.start + segment.numel]
+                self._own[segment.bucket][segment.offset : segment.offset + segment.numel].copy_(part)
+
+    # ---------------------------------------------------------------- bytes
+
+    def bytes(self) -> int:
+        return sum(flat.nbytes for flat in self._flats.values())
+
+    def gathered_bytes(self) -> int:
+        return sum(self._pages[bucket].memory.nbytes for bucket in self.gathering.gathered)
+
+    # ---------------------------------------------------------------- private
+
+    def _name(self, bucket: Bucket, number: int) -> str:
+        names = [entry.name for entry in bucket.entries]
+        between = ", ..., " if len(names) > 2 else ", "
+        listed = names[0] if len(names) == 1 else f"{names[0]}{between}{names[-1]}"
+        return f"{listed} of model {number}"
+
+    def _home(self, index: int) -> Tensor:
+        entry = self._entries[index]
+        described, offset = self._layout.entries[entry], self._layout.bucket_offset(entry)
+        memory = self._pages[self._bucket(index)].memory
+        return described.shaped(memory[offset : offset + described.numel])
+
+    def _fill(self) -> None:
+        """Take rank 0's values, and then their memory: one parameter at a time."""
+        self.from_leader(self._parameters)
+        for index, parameter in enumerate(self._parameters):
+            self._put(index, parameter.detach())
+            parameter.data = self._homes[index]
+            gather_on_use(parameter, self)
+
+    def _bucket(self, index: int) -> int:
+        return self._layout.bucket_of(self._entries[index]).index
+
+    def _buckets(self, indices: Iterable[int]) -> list[int]:
+        return sorted({self._bucket(index) for index in indices})

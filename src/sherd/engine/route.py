@@ -1,0 +1,49 @@
+"""The order in which buckets are used, learned from how it went before.
+
+What comes next is told by the last three that were used: forward and backward go through the same buckets in opposite
+directions. Where the same three were once followed by another, nothing is told any more, so that a model that goes a
+different way each time gathers nothing in vain. All of it depends on nothing but what was used: ranks that use the same
+expect the same.
+"""
+
+from __future__ import annotations
+
+END = -1
+"""A step: what was gathered before is of no use after it."""
+_UNSURE = -2
+_MOST = 1 << 16
+"""Contexts to remember."""
+
+
+class Route:
+    """Learns an order and foretells it."""
+
+    def __init__(self) -> None:
+        self._last = (END, END, END)
+        self._next: dict[tuple[int, int, int], int] = {}
+
+    def visit(self, bucket: int) -> bool:
+        """A bucket is used; whether it is another one than before."""
+        if bucket == self._last[2]:
+            return False
+        if len(self._next) >= _MOST:
+            self._next.clear()
+        if self._next.setdefault(self._last, bucket) != bucket:
+            self._next[self._last] = _UNSURE
+        self._last = (*self._last[1:], bucket)
+        return True
+
+    def end(self) -> None:
+        """What was gathered is out of date."""
+        self.visit(END)
+
+    def ahead(self, count: int) -> list[int]:
+        """The buckets that come next, at most `count`; none beyond the end of a step."""
+        last, found = self._last, list[int]()
+        while len(found) < count:
+            bucket = self._next.get(last, END)
+            if bucket < 0:
+                break
+            found.append(bucket)
+            last = (*last[1:], bucket)
+        return found
