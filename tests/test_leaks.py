@@ -90,7 +90,6 @@ def connect_and_close(transport, times):
 def test_closed_host_communicators_leave_nothing(ranks):
     for before, after in ranks(2).run(connect_and_close, "host", 10):
         assert after == before
-        assert after[1] == 0
 
 
 def test_closed_c10d_communicators_leave_no_threads(ranks):
@@ -99,11 +98,12 @@ def test_closed_c10d_communicators_leave_no_threads(ranks):
 
 
 def dropped(transport):
+    before = shared_mappings()  # torch's caches may keep groups of other tests of this process
     c = comm.connect(CommOptions(transport=transport))
     c.barrier().wait()
     if c.rank == 0:
         del c
-        return shared_mappings()
+        return shared_mappings() - before
     with pytest.raises(PeerLost, match=r"rank 0 on .* left"):
         c.barrier().wait()
     return None
