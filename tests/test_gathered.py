@@ -20,6 +20,7 @@ import sherd
 from sherd.api.training import training_of
 from sherd.engine.gathering import WINDOW
 from sherd.engine.on_use import GatheredView
+from sherd.engine.pages import resident_bytes
 from sherd.engine.route import Route
 
 GATHERED = sherd.ZeRO(stage=3, share_host_memory=False)
@@ -33,10 +34,10 @@ def deep(depth=DEPTH, width=WIDTH):
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)))
 
 
-def both(c, make, step, steps=3, optimizer=sgd, bucket_bytes=1024):
-    """Weights and whatever `step(model, number)` returns besides the loss, under ddp and gathered."""
+def both(c, make, step, steps=3, optimizer=sgd, bucket_bytes=1024, gathered=GATHERED):
+    """Weights and losses under ddp and gathered."""
     found = {}
-    for name, strategy in {"ddp": "ddp", "gathered": GATHERED}.items():
+    for name, strategy in {"ddp": "ddp", "gathered": gathered}.items():
         torch.manual_seed(0)
         model = make()
         model, stepper = sherd.distribute(model, optimizer(model), strategy=strategy, comm=c, bucket_bytes=bucket_bytes)
@@ -57,7 +58,7 @@ def store_of(model):
 
 def resident(model):
     """Bytes of parameters that are in memory, by bucket."""
-    return [pages.resident_bytes() for pages in store_of(model)._pages]
+    return [resident_bytes(pages.memory) for pages in store_of(model)._pages]
 
 
 # -------------------------------------------------------------------- the same bits

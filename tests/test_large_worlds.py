@@ -40,10 +40,16 @@ def state_bytes(strategy, rank, world):
     return engine.store.bytes() + engine.gradients.bytes()["gradients"] + training.state_bytes()
 
 
+def zero(stage, **options):
+    return sherd.ZeRO(stage=stage, share_host_memory=False, **options)
+
+
 EXPECTED = {
     "ddp": (sherd.DDP(), lambda p, n: 16 * p),
-    "zero1": (sherd.ZeRO(stage=1, share_host_memory=False), lambda p, n: 8 * p + 8 * p / n),
-    "zero2": (sherd.ZeRO(stage=2, share_host_memory=False), lambda p, n: 4 * p + 12 * p / n),
+    "zero1": (zero(1), lambda p, n: 8 * p + 8 * p / n),
+    "zero2": (zero(2), lambda p, n: 4 * p + 12 * p / n),
+    "zero3": (zero(3), lambda p, n: 16 * p / n),
+    "zero3 in groups of 8": (zero(3, shard_over=8), lambda p, n: 4 * p / 8 + 12 * p / n),
 }
 
 

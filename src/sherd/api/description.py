@@ -19,6 +19,8 @@ def described(training: Training) -> str:
     frozen = sum(engine.inventory.parameters[index].numel() for index in engine.trained.frozen)
     sharded = engine.choices.parameters is not Parameters.REPLICAS
     shard = f"each rank owns and updates {owned:,} elements" if sharded else "none: each rank updates everything"
+    if engine.mesh.groups > 1:
+        shard += f"; {engine.mesh.groups} groups of {engine.mesh.shard.world} ranks have a copy of the parameters each"
     lines = [
         f"strategy   {training.strategy.name}: parameters {engine.choices.parameters.value}, "
         f"gradients {engine.choices.gradients.value}, accumulated at the {engine.choices.accumulate_at.value}",

@@ -19,7 +19,7 @@ from sherd.comm.cluster.communicator import ClusterCommunicator
 from sherd.comm.codec import Cast, Codec
 from sherd.comm.connect import connect
 from sherd.comm.counters import Count, Counters
-from sherd.comm.handle import Handle
+from sherd.comm.handle import Handle, Together
 from sherd.comm.host.communicator import HostCommunicator
 from sherd.comm.solo import SoloCommunicator
 from sherd.comm.summation import SummationTree
@@ -40,6 +40,7 @@ __all__ = [
     "HostCommunicator",
     "SoloCommunicator",
     "SummationTree",
+    "Together",
     "connect",
     "labelled",
 ]

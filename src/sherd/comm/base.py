@@ -232,6 +232,11 @@ class Communicator(ABC):
     def host(self) -> Communicator:
         """The communicator among the ranks that share memory with this one: those of its host, or it alone."""
 
+    @property
+    def ranks_per_host(self) -> int | None:
+        """Where all hosts have as many, with consecutive numbers; None where they do not, or nobody knows."""
+        return self.host.world
+
     @abstractmethod
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator among `ranks`, None on ranks outside it. All ranks of this communicator must call it."""

@@ -16,7 +16,7 @@ from sherd import observe
 from sherd.comm.base import Communicator
 from sherd.comm.c10d.communicator import C10dCommunicator, backend_limit
 from sherd.comm.c10d.wire import Wire, backend_of, over_gloo, over_group
-from sherd.comm.cluster.communicator import ClusterCommunicator, Inside
+from sherd.comm.cluster.communicator import ClusterCommunicator
 from sherd.comm.exchange import StoreExchange
 from sherd.comm.host.communicator import HostCommunicator
 from sherd.comm.host.rendezvous import Meeting, meet
@@ -110,20 +110,12 @@ def _flat(meeting: Meeting, options: CommOptions, new_wire: NewWire) -> Communic
 
 def _cluster(meeting: Meeting, options: CommOptions, new_wire: NewWire) -> Communicator:
     """Shared memory among the ranks of this host, a group of its own for each column, and the flat way for the rest."""
-    wire, members = new_wire(), meeting.link.members
-    flat, local = _over_network(meeting, options, wire), len(members)
-    column = wire.subgroup(range(members.index(wire.rank), wire.world, local), backend_limit(options))
-    inside: Inside = SoloCommunicator(options)
-    again: Inside = SoloCommunicator(options)
-    if local > 1:
-        inside = HostCommunicator(meeting.link, options, numbers=members, turn=flat.turn)
-        again = HostCommunicator(meeting.link, options, inside, members, flat.turn)
-    return ClusterCommunicator(flat, inside, again, column, options)
+    return ClusterCommunicator.over(_over_network(meeting, options, new_wire()), meeting.link, options)
 
 
 def _over_network(meeting: Meeting, options: CommOptions, wire: Wire) -> C10dCommunicator:
     peers = meeting.link.watch(options.timeout, meeting.link.members)
-    return C10dCommunicator(wire, options, [card.name for card in meeting.cards], peers)
+    return C10dCommunicator(wire, options, [card.name for card in meeting.cards], peers, _ranks_per_host(meeting))
 
 
 def _initialise(timeout: float) -> None:

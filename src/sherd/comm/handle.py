@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -61,3 +62,26 @@ class CopyBack(Handle):
 
     def done(self) -> bool:
         return self._inner is None or self._inner.done()
+
+
+class Together(Handle):
+    """Several operations as one, whose result is `result`. `then` is called once, when all of them are complete."""
+
+    __slots__ = ("_parts", "_then")
+
+    def __init__(self, parts: Sequence[Handle], result: Tensor, then: Callable[[], None] = lambda: None) -> None:
+        self._parts = parts
+        self._then = then
+        self.result = result
+
+    def wait(self) -> Tensor:
+        assert self.result is not None
+        if self._parts:
+            for part in self._parts:
+                part.wait()
+            self._parts = ()
+            self._then()
+        return self.result
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)

@@ -15,6 +15,8 @@ class Parameters(enum.Enum):
     """every rank has all of them; owners update their slices and ranks gather them"""
     GATHERED = "gathered"
     """every rank has its slices; buckets are gathered when they are used and released again"""
+    GATHERED_BY_HOST = "gathered by host"
+    """the same, but the ranks of a host gather a bucket together, once, into memory that they share"""
     HOST = "host"
     """the ranks of a host share one copy; owners update their slices in place"""
 
@@ -46,3 +48,5 @@ class Choices:
     parameters: Parameters
     gradients: Gradients
     accumulate_at: AccumulateAt
+    shard_over: int
+    """ranks of a group in which parameters are sharded; every group has a copy"""

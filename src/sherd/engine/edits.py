@@ -36,14 +36,14 @@ class EditGuard:
         """Parameters are as they should be."""
         self.edited = False
         """Whether some were edited since that are not shared: that is all right, if all ranks do the same."""
-        self._looks = [_look(parameter) for parameter in self._parameters]
+        self._looks = self._look()
         self._sums = [checksum(p) for p in self._parameters] if self.checksums else []
 
     def check(self) -> None:
         """Raise if a parameter was replaced, moved or edited."""
         if any([*map(id, registry.values())] != ids for registry, ids in self._places):
             self._check_model()
-        looks = [_look(parameter) for parameter in self._parameters]
+        looks = self._look()
         if looks != self._looks:
             for index, (look, before) in enumerate(zip(looks, self._looks, strict=True)):
                 if look != before:
@@ -52,8 +52,12 @@ class EditGuard:
             if checksum(parameter) != sum_before:
                 self._note_edit(index)
 
+    def _look(self) -> list[Look]:
+        place = self._store.place
+        return [Look(p._version, place(index), p.dtype, p.shape) for index, p in enumerate(self._parameters)]
+
     def _check_look(self, index: int, look: Look, before: Look) -> None:
-        moved = look.address != before.address and self._store.owns_memory
+        moved = look.place != before.place and self._store.owns_memory
         if moved or (look.dtype, look.shape) != (before.dtype, before.shape):
             self._refuse(
                 self._names[index],
@@ -104,13 +108,9 @@ class Look(NamedTuple):
     """What can be seen of a parameter without reading its values."""
 
     version: int
-    address: int
+    place: object
     dtype: torch.dtype
     shape: torch.Size
-
-
-def _look(parameter: Tensor) -> Look:
-    return Look(parameter._version, parameter.data_ptr(), parameter.dtype, parameter.shape)
 
 
 def _places(model: nn.Module) -> list[tuple[dict[str, Any], list[int]]]:

@@ -21,10 +21,11 @@ from sherd.engine.buffers import BufferSync
 from sherd.engine.choices import Choices, Parameters
 from sherd.engine.editing import Editing
 from sherd.engine.edits import EditGuard
-from sherd.engine.gathered_store import GatheredStore
+from sherd.engine.gathered_store import GatheredStore, HostGatheredStore
 from sherd.engine.gradients import RingGradients
 from sherd.engine.inventory import Inventory
 from sherd.engine.layout import ShardLayout
+from sherd.engine.mesh import Mesh
 from sherd.engine.rounds import Rounds
 from sherd.engine.stores import HostStore, ParameterStore, PrivateStore, ReplicaStore
 from sherd.engine.trained import Trained
@@ -37,6 +38,7 @@ _STORES: dict[Parameters, type[ParameterStore]] = {
     Parameters.REPLICAS: ReplicaStore,
     Parameters.PRIVATE: PrivateStore,
     Parameters.GATHERED: GatheredStore,
+    Parameters.GATHERED_BY_HOST: HostGatheredStore,
     Parameters.HOST: HostStore,
 }
 
@@ -58,7 +60,8 @@ class Engine:
         self.skipped = 0
         self._options = options
         self.trained = Trained(inventory, comm.world, comm.tree.group, options.bucket_bytes)
-        self.store = _STORES[choices.parameters](comm, self.trained)
+        self.mesh = Mesh.cut(comm, choices.shard_over)
+        self.store = _STORES[choices.parameters](self.mesh, self.trained)
         self.store.from_leader(inventory.buffers)
         self._guard = EditGuard(inventory, self.store, comm.rank, checksums=options.check == "edits")
         watch = Watch(comm, inventory, self._guard, optimizer)

@@ -26,3 +26,14 @@ def carve(memory: Mapping[str, Tensor], buckets: Iterable[Bucket], size: Callabl
         used[bucket.dtype] = start + size(bucket)
         parts.append(memory[bucket.dtype][start : used[bucket.dtype]])
     return parts
+
+
+def with_own_storage(flat: Tensor) -> Tensor:
+    """The same memory as a tensor whose storage is no larger than itself.
+
+    Whoever saves or copies a view takes the whole storage: `torch.save` of one layer would write the whole model.
+    """
+    if flat.is_meta:
+        return flat  # there is nothing to save
+    start = flat.storage_offset() * flat.element_size()
+    return flat.new_empty(0).set_(flat.untyped_storage()[start : start + flat.nbytes], 0, flat.shape, (1,))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from sherd.comm import Handle, labelled
-from sherd.engine.entry import dtype_of
+from sherd.comm import Handle, Together, labelled
+from sherd.engine.entry import ITEMSIZE, dtype_of
 from sherd.engine.flat import carve, numel_by_dtype
 from sherd.engine.gathering import Gathering
 from sherd.engine.on_use import gather_on_use
-from sherd.engine.pages import Pages, PrivatePages
+from sherd.engine.pages import Pages, SharedPages, in_pages, make_pages
 from sherd.engine.slicing import Bucket
 from sherd.engine.stores import ParameterStore
 from sherd.engine.transforms import watch_transforms
@@ -22,7 +23,7 @@ _numbers = itertools.count(1)  # ranks distribute the same models in the same or
 
 
 class GatheredStore(ParameterStore):
-    """Every rank has its slices; a bucket is whole on a rank while it is used there. Frozen ones too."""
+    """Every rank has its rows (see `mesh`); a bucket is whole on a rank while it is used there. Frozen ones too."""
 
     whole = False
 
@@ -30,22 +31,26 @@ class GatheredStore(ParameterStore):
         trained, frozen = self._trained, self._trained.frozen
         self._layout = layout = trained.layout.grown(trained.inventory.entries(frozen))
         self._entries = {index: entry for entry, index in enumerate((*trained.indices, *frozen))}
+        groups = self._mesh.groups
         self._flats = {
             dtype: torch.zeros(size, dtype=dtype_of(dtype), device=self._device)
-            for dtype, size in numel_by_dtype(layout.buckets, lambda bucket: bucket.slice_numel).items()
+            for dtype, size in numel_by_dtype(layout.buckets, lambda bucket: groups * bucket.slice_numel).items()
         }
-        self._own = carve(self._flats, layout.buckets, lambda bucket: bucket.slice_numel)
-        self._pages = [self._make_pages(bucket) for bucket in layout.buckets]
+        rows = carve(self._flats, layout.buckets, lambda bucket: groups * bucket.slice_numel)
+        self._rows = [each.view(groups, -1) for each in rows]
+        self._pages = self._make_pages(layout.buckets)
         self._places = {each.memory.untyped_storage()._cdata: index for index, each in enumerate(self._pages)}
         number = next(_numbers)
         self._names = [self._name(bucket, number) for bucket in layout.buckets]
         self.gathering = Gathering(self._names, self._fetch, self._release, self._write_back)
         self._homes = [self._home(index) for index in range(len(self._parameters))]
+        for pages in self._pages:
+            pages.release()
         self._fill()
         trainable = len(trained.layout.buckets)
         self._changing = list(range(trainable))  # the buckets of which there are slices to update
         watch_transforms()
-        return self._own[:trainable]
+        return [self._slice(bucket) for bucket in self._changing]
 
     # ---------------------------------------------------------------- on use
 
@@ -56,18 +61,29 @@ class GatheredStore(ParameterStore):
         except (NotImplementedError, RuntimeError):  # it has none: sparse, or of a transform
             return None
 
-    def _make_pages(self, bucket: Bucket) -> Pages:
-        return PrivatePages(bucket.numel, dtype_of(bucket.dtype))
+    def place(self, index: int) -> object:
+        parameter = self._parameters[index]
+        with torch._C.DisableTorchFunctionSubclass():
+            bucket = self.bucket_of(parameter)
+            return parameter.data_ptr() if bucket is None else (bucket, parameter.storage_offset())
+
+    def _make_pages(self, buckets: Sequence[Bucket]) -> Sequence[Pages]:
+        return [make_pages(bucket.numel, dtype_of(bucket.dtype), self._device) for bucket in buckets]
 
     def _fetch(self, bucket: int) -> Handle:
+        self._pages[bucket].acquire()
         # By name: ranks that gather different buckets of one size must find out.
-        return self._comm.all_gather(self._own[bucket], self._pages[bucket].memory, what=self._names[bucket])
+        return self._mesh.gather(self._rows[bucket], self._pages[bucket].memory, self._names[bucket])
 
     def _release(self, bucket: int) -> None:
         self._pages[bucket].release()
 
     def _write_back(self, bucket: int) -> None:
-        self._own[bucket].copy_(self._pages[bucket].memory.view(self._comm.world, -1)[self._comm.rank])
+        self._rows[bucket].copy_(self._mesh.rows(self._pages[bucket].memory))
+
+    def _slice(self, bucket: int) -> Tensor:
+        """What this rank updates of a bucket."""
+        return self._rows[bucket][self._mesh.replicate.rank]
 
     # ---------------------------------------------------------------- a step
 
@@ -76,6 +92,9 @@ class GatheredStore(ParameterStore):
 
     def publish(self) -> None:
         self.gathering.steps += 1
+        if self._mesh.groups > 1:
+            for handle in [self._mesh.spread(self._slice(bucket), self._rows[bucket]) for bucket in self._changing]:
+                handle.wait()
         self.gathering.refresh()
         self.bump()
 
@@ -83,7 +102,7 @@ class GatheredStore(ParameterStore):
         for index in indices:
             bucket = self._bucket(index)
             self._changing.append(bucket)
-            self.slices.append(self._own[bucket])
+            self.slices.append(self._slice(bucket))
 
     # ---------------------------------------------------------------- edits
 
@@ -110,9 +129,10 @@ class GatheredStore(ParameterStore):
         entry = self._entries[index]
         flat = self._layout.entries[entry].flattened(value)
         for segment in self._layout.segments_of(entry):
-            if segment.owner == self._comm.rank:
+            group, place = divmod(segment.owner, self._mesh.shard.world)
+            if place == self._mesh.shard.rank:
                 part = flat[segment.region.start : segment.region.start + segment.numel]
-                self._own[segment.bucket][segment.offset : segment.offset + segment.numel].copy_(part)
+                self._rows[segment.bucket][group, segment.offset : segment.offset + segment.numel].copy_(part)
 
     # ---------------------------------------------------------------- bytes
 
@@ -149,3 +169,50 @@ class GatheredStore(ParameterStore):
 
     def _buckets(self, indices: Iterable[int]) -> list[int]:
         return sorted({self._bucket(index) for index in indices})
+
+
+class HostGatheredStore(GatheredStore):
+    """The same, but the ranks of a host gather a bucket together, into memory that they share: once per host.
+
+    What one rank releases another may still read. All of them have released it when they have all begun to gather
+    something else since; the first of them then lets the memory go. That they release the same is compared with each
+    gathering, as what they gather is.
+    """
+
+    shared = True
+
+    def _take_over(self) -> list[Tensor]:
+        self._released: list[int] = []  # since something was gathered last
+        self._fetches: Counter[int] = Counter()
+        return super()._take_over()
+
+    def _make_pages(self, buckets: Sequence[Bucket]) -> Sequence[Pages]:
+        sizes = [bucket.numel * ITEMSIZE[bucket.dtype] for bucket in buckets]
+        starts = in_pages(sizes)
+        memory = self._mesh.shard.shared_tensor(starts[-1], dtype=torch.uint8)
+        parts = [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        return [SharedPages(p.view(dtype_of(b.dtype))) for p, b in zip(parts, buckets, strict=True)]
+
+    def _fetch(self, bucket: int) -> Handle:
+        released, self._released = self._released, []
+        fetches = [self._fetches[each] for each in released]
+        self._fetches[bucket] += 1
+        what = self._names[bucket] + (f" after the release of {released}" if released else "")
+        handle = self._mesh.gather(self._rows[bucket], self._pages[bucket].memory, what)
+
+        def let_go() -> None:
+            for each, before in zip(released, fetches, strict=True):
+                if self._fetches[each] == before:
+                    self._pages[each].release()
+
+        return Together([handle], self._pages[bucket].memory, let_go if self._first else lambda: None)
+
+    def _release(self, bucket: int) -> None:
+        self._released.append(bucket)
+
+    def gathered_bytes(self) -> int:
+        return super().gathered_bytes() if self._first else 0
+
+    @property
+    def _first(self) -> bool:
+        return self._mesh.shard.host.rank == 0

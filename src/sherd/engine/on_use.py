@@ -30,6 +30,8 @@ _ASKING: frozenset[Any] = frozenset(
     }
 )
 """Calls that read no elements."""
+_VIEWS: frozenset[Any] = frozenset({_T.T, _T.mT, _T.H, _T.mH, _T.real, _T.imag})
+"""Attributes that are views: they cannot be made of memory that is not there."""
 _DETACHING: frozenset[Any] = frozenset({_T.detach, torch.detach})
 _EXPORTING: frozenset[Any] = frozenset({_T.numpy, _T.__array__, _T.__dlpack__, _T.share_memory_})
 """Calls whose result is read without anybody noticing: they get a copy."""
@@ -93,7 +95,9 @@ def plain_copies(state: dict[str, Any]) -> None:
     copies: dict[Any, Tensor] = {}
     for name, value in state.items():
         if type(value) is GatheredView:
-            key = value.data_ptr(), value.shape, value.stride(), value.dtype
+            with torch._C.DisableTorchFunctionSubclass():
+                where = value.untyped_storage()._cdata, value.storage_offset()
+            key = where, value.shape, value.stride(), value.dtype
             if key not in copies:
                 copies[key] = value.clone()
             state[name] = copies[key]
@@ -103,7 +107,7 @@ def plain_copies(state: dict[str, Any]) -> None:
 def _call(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     found = list(_on_use((args, options)))
     stores = {id(tensor.__dict__[_STORE]): tensor.__dict__[_STORE] for tensor in found}.values()
-    attribute = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
+    attribute = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__") and func.__self__ not in _VIEWS
     if attribute or func in _ASKING or func in _DETACHING:
         if (func in _DETACHING or attribute) and _hooks._top_saved_tensors_default_hooks(True) is not None:
             _pin_if_saved(func, found)

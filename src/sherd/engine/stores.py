@@ -8,14 +8,16 @@ A store takes the model's parameters over when it is built: each `parameter.data
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from sherd.comm import Communicator
+from sherd.comm import Handle
 from sherd.engine.entry import dtype_of, memory_order
-from sherd.engine.flat import carve, numel_by_dtype
+from sherd.engine.flat import carve, numel_by_dtype, with_own_storage
+from sherd.engine.mesh import Mesh
 from sherd.engine.trained import Trained
 
 
@@ -29,8 +31,9 @@ class ParameterStore(ABC):
     owns_memory = True
     """Whether parameters must stay where the store put them."""
 
-    def __init__(self, comm: Communicator, trained: Trained) -> None:
-        self._comm = comm
+    def __init__(self, mesh: Mesh, trained: Trained) -> None:
+        self._mesh = mesh
+        self._comm = mesh.everyone
         self._trained = trained
         self._parameters = trained.inventory.parameters
         self._device = trained.inventory.device
@@ -51,6 +54,10 @@ class ParameterStore(ABC):
     def grow(self, indices: Sequence[int]) -> None:
         """These parameters are trained from now on: there are slices of them behind the others."""
         return
+
+    def place(self, index: int) -> object:
+        """Where a parameter is: another value means that it was moved."""
+        return self._parameters[index].data_ptr()
 
     def bytes(self) -> int:
         """Bytes of parameters that this rank allocated; a shared store counts once, on the first rank of a host."""
@@ -132,7 +139,7 @@ class FlatStore(ParameterStore):
         for entry, index in enumerate((*trained.indices, *frozen)):
             offset, parameter = layout.bucket_offset(entry), self._parameters[index]
             home = buckets[layout.bucket_of(entry).index][offset : offset + parameter.numel()]
-            homes[index] = layout.entries[entry].shaped(_with_own_storage(home))
+            homes[index] = layout.entries[entry].shaped(with_own_storage(home))
         self.homes = [homes[index] for index in range(len(homes))]
         self.buckets = buckets[: len(trained.layout.buckets)]
         self._dormant = dict(zip(frozen, buckets[len(self.buckets) :], strict=True))
@@ -185,10 +192,24 @@ class PrivateStore(FlatStore):
         pass
 
     def publish(self) -> None:
-        handles = [self._comm.all_gather(s, b) for s, b in zip(self.slices, self.buckets, strict=True)]
-        for handle in handles:
-            handle.wait()
+        if self._mesh.groups > 1:
+            self._publish_by_rows()
+        else:
+            for handle in [self._comm.all_gather(s, b) for s, b in zip(self.slices, self.buckets, strict=True)]:
+                handle.wait()
         self.bump()
+
+    def _publish_by_rows(self) -> None:
+        """First between groups, where each slice travels once, then inside them; a few buckets at a time."""
+        under_way: deque[Handle] = deque()
+        for mine, bucket in zip(self.slices, self.buckets, strict=True):
+            rows = mine.new_empty(self._mesh.groups, mine.numel())
+            self._mesh.spread(mine, rows).wait()
+            under_way.append(self._mesh.gather(rows, bucket))
+            if len(under_way) > 2:
+                under_way.popleft().wait()
+        for handle in under_way:
+            handle.wait()
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self._device)
@@ -241,17 +262,6 @@ class HostStore(FlatStore):
     def _alone(self) -> bool:
         """Whether there is only this host."""
         return self._comm.host.world == self._comm.world
-
-
-def _with_own_storage(flat: Tensor) -> Tensor:
-    """The same memory as a tensor whose storage is no larger than itself.
-
-    Whoever saves or copies a view takes the whole storage: `torch.save` of one layer would write the whole model.
-    """
-    if flat.is_meta:
-        return flat  # there is nothing to save
-    start = flat.storage_offset() * flat.element_size()
-    return flat.new_empty(0).set_(flat.untyped_storage()[start : start + flat.nbytes], 0, flat.shape, (1,))
 
 
 def unexpand(tensor: Tensor) -> None:

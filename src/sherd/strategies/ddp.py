@@ -18,4 +18,4 @@ class DDP(Strategy):
     """Parameters, gradients and optimizer state whole on every rank; gradients are summed during backward."""
 
     def choose(self, comm: Communicator, device: torch.device) -> Choices:
-        return Choices(Parameters.REPLICAS, Gradients.REPLICAS, AccumulateAt.RANK)
+        return Choices(Parameters.REPLICAS, Gradients.REPLICAS, AccumulateAt.RANK, comm.world)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sherd.comm import Communicator
-from sherd.config import refuse
+from sherd.config import at_least, one_of, refuse
 from sherd.engine.choices import AccumulateAt, Choices, Gradients, Parameters
 from sherd.strategies.base import Strategy
 from sherd.strategies.registry import register
@@ -23,6 +23,12 @@ class ZeRO(Strategy):
     stage: int = 2
     """1: optimizer state is sharded; 2: gradients too; 3: parameters too."""
 
+    shard_over: str | int = "world"
+    """Over how many ranks parameters are sharded: "world", "host", or so many consecutive ranks. Each group of as many
+    has a copy: sharded inside, replicated across. At stage 3 they are then gathered inside the group; at stages 1 and 2
+    they are updated between groups first, then inside. Gradients and optimizer state are sharded over all ranks in any
+    case: that takes less memory than replicating them, and not a byte more on the way."""
+
     share_host_memory: bool = True
     """Keep one copy of the parameters per host, where ranks can share memory. False: every rank has its own copy, and
     updated slices are gathered; at stage 3 every rank has its slices, and gathers parameters while they are used."""
@@ -30,6 +36,10 @@ class ZeRO(Strategy):
     def validate(self) -> None:
         if self.stage not in (1, 2, 3):
             refuse(self, "stage", "1, 2 or 3", "stage=2")
+        if isinstance(self.shard_over, str):
+            one_of(self, "shard_over", ("world", "host"))
+        else:
+            at_least(self, "shard_over", 1)
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -37,14 +47,31 @@ class ZeRO(Strategy):
         return f"zero{self.stage}"
 
     def choose(self, comm: Communicator, device: torch.device) -> Choices:
-        shared = self.share_host_memory and comm.shares_memory and device.type == "cpu"
-        gathered = self.stage == 3 and device.type == "cpu"
-        private = Parameters.GATHERED if gathered else Parameters.PRIVATE
+        size = self._group_size(comm)
         return Choices(
-            Parameters.HOST if shared else private,
+            self._home(comm, device, size),
             Gradients.WHOLE if self.stage == 1 else Gradients.SLICES,
             AccumulateAt.RANK if self.stage == 1 else AccumulateAt.OWNER,
+            size,
         )
+
+    def _home(self, comm: Communicator, device: torch.device, size: int) -> Parameters:
+        shared, local = self.share_host_memory and comm.shares_memory and device.type == "cpu", comm.host.world
+        if shared and (self.stage < 3 or size <= local):
+            return Parameters.HOST
+        if self.stage < 3:
+            return Parameters.PRIVATE
+        together = shared and local > 1 and size % local == 0
+        return Parameters.GATHERED_BY_HOST if together else Parameters.GATHERED
+
+    def _group_size(self, comm: Communicator) -> int:
+        size = {"world": comm.world, "host": comm.ranks_per_host}.get(str(self.shard_over), self.shard_over)
+        if size is None:
+            refuse(self, "shard_over", "possible: the hosts do not have as many consecutive ranks each", "a number")
+        assert isinstance(size, int), "validate() has seen it"
+        if comm.world % size:
+            refuse(self, "shard_over", f"a number that divides the {comm.world} ranks", 'shard_over="world"')
+        return size
 
 
 @register("zero1")

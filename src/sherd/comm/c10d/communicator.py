@@ -103,11 +103,13 @@ class C10dCommunicator(Communicator):
         options: CommOptions | None = None,
         names: Sequence[str] | None = None,
         peers: Peers | None = None,
+        ranks_per_host: int | None = None,
     ) -> None:
         wire = group if isinstance(group, Wire) else over_group(group)
         super().__init__(wire.rank, wire.world, options or CommOptions())
         self.names = list(names or [f"rank {r}" for r in wire.world_ranks])
         self._wire = wire
+        self._ranks_per_host = ranks_per_host
         self._number = 0
         self._alone = SoloCommunicator(self.options)
         self._broken: str | None = None
@@ -126,6 +128,10 @@ class C10dCommunicator(Communicator):
     @property
     def host(self) -> Communicator:
         return self._alone
+
+    @property
+    def ranks_per_host(self) -> int | None:
+        return self._ranks_per_host
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         self._check_group(ranks)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sherd.comm.base import Communicator
-from sherd.comm.c10d.communicator import HEADER_BYTES, C10dCommunicator
+from sherd.comm.c10d.communicator import HEADER_BYTES, C10dCommunicator, backend_limit
 from sherd.comm.c10d.lanes import Lane, Message
 from sherd.comm.c10d.wire import Wire
 from sherd.comm.calls import Call, Site, call_site
@@ -26,6 +26,7 @@ from sherd.comm.codec import Codec, wire_bytes
 from sherd.comm.faults import LinkBroken
 from sherd.comm.handle import Handle
 from sherd.comm.host.communicator import HostCommunicator
+from sherd.comm.host.rendezvous import Link
 from sherd.comm.progress import move_everything, take_part
 from sherd.comm.solo import SoloCommunicator
 from sherd.comm.summation import cut_for, one_phase
@@ -63,6 +64,20 @@ class ClusterCommunicator(Communicator):
         self._spares = Spares()
         self._number = 0
 
+    @classmethod
+    def over(cls, flat: C10dCommunicator, link: Link, options: CommOptions) -> ClusterCommunicator:
+        """Join the ranks of `flat`, of which `link` joins those of this host. Collective."""
+        local = len(link.members)
+        host, place = divmod(flat.rank, local)
+        column = flat._wire.subgroup(range(place, flat.world, local), backend_limit(options))
+        inside: Inside = SoloCommunicator(options)
+        again: Inside = SoloCommunicator(options)
+        if local > 1:
+            numbers = range(host * local, (host + 1) * local)
+            inside = HostCommunicator(link, options, numbers=numbers, turn=flat.turn)
+            again = HostCommunicator(link, options, inside, numbers, flat.turn)
+        return cls(flat, inside, again, column, options)
+
     # ---------------------------------------------------------------- groups, memory and life
 
     @property
@@ -80,15 +95,20 @@ class ClusterCommunicator(Communicator):
             return self._inside.shared_buffers(*shape, dtype=dtype)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
-        """Over shared memory where all of `ranks` are on one host, and over torch.distributed otherwise."""
+        """Of the same kind among whole hosts, over shared memory inside one, over torch.distributed otherwise."""
         self._check_group(ranks)
         self._site = call_site()
         self._barrier(Call("subgroup", f"subgroup({list(ranks)})")).wait()
         self._pipeline.drain()
         hosts = {rank // self._locals for rank in ranks}
+        whole = list(ranks) == [rank for rank in range(self.world) if rank // self._locals in hosts]
         with self._trouble.spread():
             if len(hosts) > 1:
-                return self._flat.subgroup(ranks)
+                flat = self._flat.subgroup(ranks)
+                if whole and isinstance(flat, C10dCommunicator) and isinstance(self._inside, HostCommunicator):
+                    link = self._inside.meet(range(self._locals), self.options)
+                    return ClusterCommunicator.over(flat, link, self.options)
+                return flat
             return self._inside.subgroup([r % self._locals for r in ranks]) if hosts == {self._mine} else None
 
     def use_here(self) -> None:

@@ -116,16 +116,20 @@ class HostCommunicator(Communicator):
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         self._check_group(ranks)
+        options = self.options.replace(group=min(self.tree.group, len(ranks) or 1))
+        link = self.meet(ranks, options)
+        if self.rank not in ranks or len(ranks) == 1:
+            link.close()
+            return SoloCommunicator(self.options) if self.rank in ranks else None
+        return HostCommunicator(link, options)
+
+    def meet(self, ranks: Sequence[int], options: CommOptions) -> Link:
+        """What joins some of these ranks; those outside are alone in theirs. Collective."""
         self.agree(f"subgroup({list(ranks)})").wait()
         # Ranks outside the group meet too, each in a group of its own, because every rank is in the exchange.
         group = "inside" if self.rank in ranks else f"outside-{self.rank}"
         world_rank = self._link.cards[self.rank].rank
-        options = self.options.replace(group=min(self.tree.group, len(ranks) or 1))
-        meeting = meet(self.rank, world_rank, lambda _, value: self.all_gather_object(value), options, group)
-        if self.rank not in ranks or len(ranks) == 1:
-            meeting.link.close()
-            return SoloCommunicator(self.options) if self.rank in ranks else None
-        return HostCommunicator(meeting.link, options)
+        return meet(self.rank, world_rank, lambda _, value: self.all_gather_object(value), options, group).link
 
     def use_here(self) -> None:
         take_part(self._scheduler)
