@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 RANKS ?= 2
 
-.PHONY: help train test lint unit fuzz docs bench-collectives bench-training bench-memory bench-backend clean
+.PHONY: help train test lint unit fuzz docs bench-collectives bench-training bench-memory bench-backend bench-cluster clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -50,6 +50,9 @@ bench-memory: .venv/.bench ## host memory per parameter, one contender after the
 
 bench-backend: $(READY) ## torch's DDP and FSDP2 over the sherd backend and over gloo
 	$(BIN)/python -m benchmarks.backend
+
+bench-cluster: $(READY) ## sherd and torch's own on two hosts with 1 Gbit/s between them; needs root
+	$(BIN)/python -m benchmarks.cluster
 
 clean: ## remove the environment and every cache
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build src/*.egg-info

@@ -26,6 +26,7 @@ import os
 import random
 import signal
 import statistics
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ from rich.console import Console, RenderableType
 from benchmarks.gpt import SIZES
 from benchmarks.training_contenders import CONTENDERS, chosen, of_training
 from benchmarks.training_group import Group, GroupFailed
+from benchmarks.training_place import Place
 from benchmarks.training_rank import Train
 from benchmarks.training_report import Measured, Weighed, memory_report, training_report
 
@@ -51,6 +53,7 @@ class Run:
     size: str
     timeout: float
     console: Console
+    place: Place | None = None  # of the ranks, if not this machine
     groups: dict[str, Group] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     details: dict[str, str] = field(default_factory=dict)
@@ -60,7 +63,7 @@ class Run:
             self.failures[name] = missing
             return None
         self.console.print(f"starting {CONTENDERS[name].title} ...")
-        group = stack.enter_context(Group(name, self.ranks, self.size, self.timeout))
+        group = stack.enter_context(Group(name, self.ranks, self.size, self.timeout, self.place))
         self.groups[name] = group
         try:
             group.start()
@@ -75,16 +78,18 @@ class Run:
         self.console.print(f"  {CONTENDERS[name].title}: {failure}", markup=False)
 
 
-def interleave(run: Run, names: list[str], rounds: int, steps: int) -> dict[str, dict[str, Measured]]:
+def interleave(
+    run: Run, names: list[str], rounds: int, steps: int, workloads: Iterable[str] = WORKLOADS
+) -> dict[str, dict[str, Measured]]:
     """Measurements by workload and contender."""
-    measured = {workload: {name: Measured() for name in names} for workload in WORKLOADS}
+    measured = {workload: {name: Measured() for name in names} for workload in workloads}
     order = random.Random(0)
     with ExitStack() as stack:
         for name in names:
             run.start(name, stack)
         for number in range(rounds):
             run.console.print(f"round {number + 1} of {rounds} ...")
-            for workload in WORKLOADS:
+            for workload in measured:
                 for name in order.sample(list(run.groups), len(run.groups)):
                     try:
                         _turn(run.groups[name], workload, steps, measured[workload][name])
@@ -99,7 +104,10 @@ def interleave(run: Run, names: list[str], rounds: int, steps: int) -> dict[str,
 def _turn(group: Group, workload: str, steps: int, measured: Measured) -> None:
     shape = WORKLOADS[workload]
     peak = group.train_weighed(Train(*shape, steps=1))
+    before = group.place.sent()
     trained = group.train(Train(*shape, steps=steps))
+    sent = [after - bytes_before for after, bytes_before in zip(group.place.sent(), before, strict=True)]
+    measured.bytes_sent += max(sent, default=0)
     measured.disturbances.append(group.disturbance)
     measured.seconds += [max(step) for step in zip(*(rank.seconds for rank in trained), strict=True)]
     measured.loss = statistics.fmean(loss for rank in trained for loss in rank.losses)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -100,7 +100,7 @@ class Contender:
     backend: str = "gloo"  # of that group
     whole: bool = False  # one process trains on what all ranks of the others see, with as many threads
     package: str = "torch"  # imported before its memory is counted
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def missing(self) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.training_contenders import CONTENDERS
+from benchmarks.training_place import Place, ThisMachine
 from benchmarks.training_rank import Build, Command, Failed, Join, Train, Trained
 
 ROOT = Path(__file__).parents[1]
@@ -36,8 +36,9 @@ class GroupFailed(Exception):
 class Group:
     """The ranks of one contender. A context manager: at its end no process of it is left."""
 
-    def __init__(self, name: str, ranks: int, size: str, timeout: float) -> None:
+    def __init__(self, name: str, ranks: int, size: str, timeout: float, place: Place | None = None) -> None:
         self.name, self.size, self.timeout = name, size, timeout
+        self.place = place or ThisMachine()
         self.contender = CONTENDERS[name]
         self.ranks = ranks
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -58,10 +59,10 @@ class Group:
 
     def start(self) -> None:
         """Processes, then process group, then model; the memory is weighed between these."""
-        port = _free_port()
-        for rank in range(1 if self.contender.whole else self.ranks):
-            self._start(rank, port)
-        self._ask([Join(self.name, rank, self.ranks) for rank in range(len(self.pipes))])
+        for variables in self.place.meeting_point(1 if self.contender.whole else self.ranks):
+            self._start(variables)
+        ranks = range(len(self.pipes))
+        self._ask([Join(self.name, rank, self.ranks, self.place.host_of(rank)) for rank in ranks])
         self.bytes_joined = self.weigh()
         self.parameters = self._ask_all(Build(self.size))[0]
         self.bytes_built = self.weigh()
@@ -113,19 +114,10 @@ class Group:
         self.output.close()
         self.processes, self.pipes = [], []
 
-    def _start(self, rank: int, port: int) -> None:
-        world = 1 if self.contender.whole else self.ranks
+    def _start(self, variables: dict[str, str]) -> None:
         here, there = Pipe()
-        environment = os.environ | {
-            "OMP_NUM_THREADS": str(self.ranks if self.contender.whole else 1),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            **self.contender.environment,
-        }
+        threads = {"OMP_NUM_THREADS": str(self.ranks if self.contender.whole else 1)}
+        environment = os.environ | threads | variables | self.contender.environment
         self.pipes.append(here)
         self.processes.append(
             subprocess.Popen(
@@ -205,9 +197,3 @@ def _busy_seconds() -> float:
     """Of all cores, by anybody; what a hypervisor took away counts too."""
     user, nice, system, _, _, _, _, stolen, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
     return (user + nice + system + stolen) / os.sysconf("SC_CLK_TCK")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

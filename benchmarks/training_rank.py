@@ -16,12 +16,16 @@ import traceback
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.gpt import ALPHABET, SIZES, Gpt, Size, batch
 from benchmarks.training_contenders import CONTENDERS, Step
+
+if TYPE_CHECKING:
+    from sherd.testing import Host
 
 PR_SET_PDEATHSIG = 1
 
@@ -33,6 +37,7 @@ class Join:
     contender: str
     rank: int
     ranks: int  # as many as the other contenders have: a single process takes the data of all
+    host: Host | None  # where it is to be, if not here
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,10 @@ class Rank:
         self.sees = range(join.ranks) if self.contender.whole else (join.rank,)
         self.steps = 0
         self.step: Step
+        if join.host is not None:
+            from benchmarks.training_place import move_to  # it has sherd: contenders of one machine have not
+
+            move_to(join.host)
         importlib.import_module(self.contender.package)
         if self.contender.connected:
             dist.init_process_group(self.contender.backend)

@@ -44,6 +44,7 @@ class Measured:
     disturbances: list[float] = field(default_factory=list)  # in each turn, the part of the machine others had
     loss: float = 0.0  # of the last turn
     bytes_per_parameter: float = 0.0
+    bytes_sent: int = 0  # in all steps, by the host that sent most
     failure: str | None = None
 
     @property
@@ -71,7 +72,7 @@ def training_report(
     tables = []
     for workload, by_name in measured.items():
         sequences, tokens = workloads[workload]
-        table = _table(
+        table = new_table(
             f"workload {workload}: {sequences} x {tokens} tokens per rank, GPT {size}, {ranks} ranks on "
             f"{len(os.sched_getaffinity(0))} cores",
             "contender",
@@ -84,7 +85,7 @@ def training_report(
         limit, yardstick = (by_name[name].median if name in by_name else None for name in (LIMIT, YARDSTICK))
         for name, one in by_name.items():
             if one.median is None:
-                table.add_row(CONTENDERS[name].title, _few_words(one.failure))
+                table.add_row(CONTENDERS[name].title, few_words(one.failure))
                 continue
             table.add_row(
                 CONTENDERS[name].title,
@@ -94,14 +95,14 @@ def training_report(
                 f"{one.bytes_per_parameter:.1f}",
                 "" if name == LIMIT else f"{one.loss:.4f}",
             )
-        table.caption = _quiet_or_not(by_name)
+        table.caption = quiet_or_not(by_name)
         tables.append(table)
     if (ranks, size) == TARGETS_FOR:
-        tables.append(_speed_targets(measured, targets))
+        tables.append(speed_targets(measured, targets))
     return tables
 
 
-def _quiet_or_not(by_name: Mapping[str, Measured]) -> str:
+def quiet_or_not(by_name: Mapping[str, Measured]) -> str:
     """Turns average out a disturbance that is the same for all, but not one that comes and goes."""
     shares = [share for one in by_name.values() for share in one.disturbances] or [0.0]
     mean, worst = statistics.fmean(shares), max(shares)
@@ -109,8 +110,8 @@ def _quiet_or_not(by_name: Mapping[str, Measured]) -> str:
     return f"other processes had {100 * mean:.0f}% of the cores during turns, {100 * worst:.0f}% at worst{verdict}"
 
 
-def _speed_targets(measured: Mapping[str, Mapping[str, Measured]], targets: Sequence[Target]) -> Table:
-    table = _table("targets: times as fast", "workload", "contender", "as", "target", "measured", "")
+def speed_targets(measured: Mapping[str, Mapping[str, Measured]], targets: Sequence[Target]) -> Table:
+    table = new_table("targets: times as fast", "workload", "contender", "as", "target", "measured", "")
     for workload, ours, reference, target in targets:
         times = [measured[workload].get(name, Measured()).median for name in (reference, ours)]
         row = (workload, CONTENDERS[ours].title, CONTENDERS[reference].title, f"{target:.2f}x")
@@ -123,7 +124,7 @@ def _speed_targets(measured: Mapping[str, Mapping[str, Measured]], targets: Sequ
 
 
 def memory_report(ranks: int, size: str, weighed: Mapping[str, Weighed]) -> list[Table]:
-    table = _table(
+    table = new_table(
         f"host bytes per parameter: GPT {size}, {ranks} ranks, 1 x 32 tokens per rank",
         "contender",
         "when built",
@@ -131,7 +132,7 @@ def memory_report(ranks: int, size: str, weighed: Mapping[str, Weighed]) -> list
     )
     for name, one in weighed.items():
         if one.failure:
-            table.add_row(CONTENDERS[name].title, _few_words(one.failure))
+            table.add_row(CONTENDERS[name].title, few_words(one.failure))
             continue
         table.add_row(CONTENDERS[name].title, f"{one.built:.1f}", f"{one.peak:.1f}")
     if size != MEMORY_TARGETS_FOR or ranks not in MEMORY_TARGETS:
@@ -141,7 +142,7 @@ def memory_report(ranks: int, size: str, weighed: Mapping[str, Weighed]) -> list
 
 def _memory_targets(ranks: int, weighed: Mapping[str, Weighed]) -> Table:
     most = MEMORY_TARGETS[ranks]
-    table = _table(f"targets: bytes per parameter at {ranks} ranks", "contender", "target", "measured", "")
+    table = new_table(f"targets: bytes per parameter at {ranks} ranks", "contender", "target", "measured", "")
     for name in MEMORY_TARGETS_OF:
         one = weighed.get(name, Weighed(failure="not measured"))
         row = (CONTENDERS[name].title, f"<= {most:g}")
@@ -152,13 +153,13 @@ def _memory_targets(ranks: int, weighed: Mapping[str, Weighed]) -> Table:
     return table
 
 
-def _few_words(failure: str | None) -> Text:
+def few_words(failure: str | None) -> Text:
     text = Text(failure or "")  # not markup: it may have brackets in it
     text.truncate(MOST_OF_A_FAILURE, overflow="ellipsis")
     return text
 
 
-def _table(title: str, *headings: str) -> Table:
+def new_table(title: str, *headings: str) -> Table:
     table = Table(title=title)
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="right" if number and heading else "left")
