@@ -57,6 +57,10 @@ def test_the_own_part_of_a_reduce_scatter_may_lie_elsewhere(ranks):
             ranks(4).run(on_hosts, 2, test_operations.reduce_with_own, "cluster", numel, torch.float32, codec)
 
 
+def test_released_inputs_may_be_used_again(ranks):
+    ranks(4).run(on_hosts, 2, test_operations.reuse_inputs, "cluster")
+
+
 def test_more_operations_may_be_under_way_than_there_are_headers(ranks):
     ranks(4).run(on_hosts, 2, test_operations.many_under_way, "cluster")
 

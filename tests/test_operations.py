@@ -291,6 +291,32 @@ def test_the_own_part_of_a_reduce_scatter_may_lie_elsewhere(ranks, transport):
             ranks(3).run(reduce_with_own, transport, numel, torch.float32, codec)
 
 
+def reuse_inputs(transport):
+    """Whatever is under way, an input that was released may be overwritten."""
+    with comm.connect(CommOptions(transport=transport)) as ranks:
+        lent = [torch.empty(300_000 * ranks.world) for _ in range(3)]
+        if ranks.shares_memory:
+            lent = [ranks.shared_buffers(300_000 * ranks.world)[ranks.host.rank] for _ in range(3)]
+        inputs = [
+            [tensor_of(10 * turn + r, lent[0].shape, torch.float32) for r in range(ranks.world)] for turn in range(9)
+        ]
+        handles = []
+        for turn, place in zip(range(9), itertools.cycle(lent)):
+            if turn >= len(lent):
+                handles[turn - len(lent)].release()
+            place.copy_(inputs[turn][ranks.rank])
+            of = ranks.all_gather if turn % 4 == 3 else ranks.reduce_scatter
+            handles.append(of(place))
+        for turn, handle in enumerate(handles):
+            whole = reduced(inputs[turn], ranks.tree.group).view(ranks.world, -1)[ranks.rank]
+            assert torch.equal(handle.wait(), torch.cat(inputs[turn]) if turn % 4 == 3 else whole), turn
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_released_inputs_may_be_used_again(ranks, transport):
+    ranks(3).run(reuse_inputs, transport)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_payload_bytes_are_the_formula(ranks, transport):
     world = 4

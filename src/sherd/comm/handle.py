@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 class Handle(ABC):
-    """An operation under way. `wait()` completes it; until then its tensors must be left alone."""
+    """An operation under way. `wait()` completes it; until then its tensors must be left alone, the input until it is
+    released."""
 
     __slots__ = ("result",)
 
@@ -23,6 +24,10 @@ class Handle(ABC):
     @abstractmethod
     def done(self) -> bool:
         """Whether `wait()` would return at once. Moves the operation on as far as it can go without waiting."""
+
+    def release(self) -> None:
+        """Wait until the input may be used for something else, which can be before the operation is complete."""
+        self.wait()
 
 
 class Done(Handle):

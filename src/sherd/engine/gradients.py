@@ -102,7 +102,7 @@ class RingGradients:
             self._pieces[bucket] = self._cut(described)
         pieces = self._pieces[bucket]
         for piece in pieces:
-            slot = self._ring.take(piece.numel, dtype_of(described.dtype), self._complete)
+            slot = self._ring.take(piece.numel, dtype_of(described.dtype), self._release)
             own = self._fill(slot, piece)
             target = self.sums[bucket][piece.start : piece.stop]
             handle, addend = self._reduce(slot, own, target, op, first=not self.summed[bucket])
@@ -183,13 +183,16 @@ class RingGradients:
 
     def _start(self, reduction: Reduction) -> None:
         self._under_way.append(reduction)
+        self._complete_done()
+
+    def _release(self, handle: Handle) -> None:
+        """Wait until the slot of this reduction is free."""
+        handle.release()
+        self._complete_done()
+
+    def _complete_done(self) -> None:
         # Sums are used while they are in the cache, and peers need not wait for what this rank can read already.
         while self._under_way and (self._under_way[0].handle.done() or len(self._under_way) > MAX_UNDER_WAY):
-            self._complete_oldest()
-
-    def _complete(self, handle: Handle) -> None:
-        """Complete reductions, oldest first, up to this one."""
-        while any(reduction.handle is handle for reduction in self._under_way):
             self._complete_oldest()
 
     def _complete_oldest(self) -> None:

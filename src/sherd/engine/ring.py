@@ -34,7 +34,7 @@ class Ring:
         return sum(slot.numel() for slot in self._slots)
 
     def take(self, numel: int, dtype: torch.dtype, wait_for: Callable[[Handle], None]) -> Tensor:
-        """The next slot, once the reduction that used it last is complete."""
+        """The next slot, once the reduction that used it last has read it."""
         if not self._slots:
             self._slots = [self._allocate() for _ in range(SLOTS)]
         user = self._users[self._next]
@@ -43,7 +43,7 @@ class Ring:
         return self._slots[self._next][: numel * dtype.itemsize].view(dtype)
 
     def lend(self, handle: Handle) -> None:
-        """The slot that was taken belongs to `handle` until that is complete."""
+        """The slot that was taken belongs to `handle` until that has released it."""
         self._users[self._next] = handle
         self._next = (self._next + 1) % SLOTS
 

@@ -19,7 +19,7 @@ from sherd.comm.c10d.lanes import Lane, Message
 from sherd.comm.c10d.wire import Wire
 from sherd.comm.calls import Call, Site, call_site
 from sherd.comm.cluster.across import Across, Steps
-from sherd.comm.cluster.pipeline import ClusterOperation, Phase, Pipeline
+from sherd.comm.cluster.pipeline import ALL, ClusterOperation, Phase, Pipeline
 from sherd.comm.cluster.spares import Spares
 from sherd.comm.cluster.trouble import Trouble
 from sherd.comm.codec import Codec, wire_bytes
@@ -135,6 +135,7 @@ class ClusterCommunicator(Communicator):
             lambda: self._reduce_inside(call, source, sums, op, codec, own),
             lambda: self._across.reduce(sums, target, op, self.world),
             finish=lambda: self._spares.give_back(sums),
+            reading=1,  # what crosses the network is this host's sum, in memory of its own
         )
 
     def _all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
@@ -263,6 +264,7 @@ class ClusterCommunicator(Communicator):
         across: Callable[[], Steps],
         again: Phase | None = None,
         finish: Callable[[], None] = lambda: None,
+        reading: int = ALL,
     ) -> ClusterOperation:
         self._trouble.check()
         self._number += 1
@@ -284,7 +286,7 @@ class ClusterCommunicator(Communicator):
             done()
 
         phases = [start_inside, start_across, *([start_again] if again else [])]
-        return self._pipeline.issue(ClusterOperation(self._pipeline, phases, finished))
+        return self._pipeline.issue(ClusterOperation(self._pipeline, phases, finished, reading))
 
     def _started(self, part: Inside, site: Site, phase: Phase) -> Sequence[Handle]:
         part._site = site

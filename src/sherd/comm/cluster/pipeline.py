@@ -18,19 +18,23 @@ from sherd.comm.cluster.trouble import Trouble
 from sherd.comm.handle import Handle
 from sherd.comm.progress import take_part
 
+ALL = sys.maxsize
 Phase = Callable[[], Sequence[Handle]]
 """Starts a part of an operation and returns what has to be complete before it goes on."""
 
 
 class ClusterOperation(Handle):
-    """A handle that a pipeline moves on, phase by phase."""
+    """A handle that a pipeline moves on, phase by phase. `reading` of these read the input."""
 
-    __slots__ = ("_finish", "_phases", "_pipeline", "finished", "needs", "started")
+    __slots__ = ("_finish", "_phases", "_pipeline", "_reading", "finished", "needs", "started")
 
-    def __init__(self, pipeline: Pipeline, phases: Sequence[Phase], finish: Callable[[], None]) -> None:
+    def __init__(
+        self, pipeline: Pipeline, phases: Sequence[Phase], finish: Callable[[], None], reading: int = ALL
+    ) -> None:
         self._pipeline = pipeline
         self._phases = phases
         self._finish = finish
+        self._reading = reading
         self.started = 0
         self.finished = False
         self.needs: Sequence[Handle] = ()
@@ -60,6 +64,9 @@ class ClusterOperation(Handle):
     def done(self) -> bool:
         return self._pipeline.try_complete(self)
 
+    def release(self) -> None:
+        self._pipeline.complete(self, self._reading)
+
 
 class Pipeline:
     """The operations of one rank that are under way."""
@@ -79,11 +86,12 @@ class Pipeline:
         self.move_all()
         return operation
 
-    def complete(self, operation: ClusterOperation) -> None:
-        """Run `operation` to its end, and those ahead of it as far as that takes."""
-        while not self.try_complete(operation):
+    def complete(self, operation: ClusterOperation, phases: int = ALL) -> None:
+        """Run `operation` to its end, or so many of its phases, and those ahead of it as far as that takes."""
+        while not self.try_complete(operation) and operation.started <= phases:
+            behind = next(each for each in self._operations if each is operation or each.started <= phases)
             with self._failing():
-                for handle in self._operations[0].needs:
+                for handle in behind.needs:
                     handle.wait()
 
     def try_complete(self, operation: ClusterOperation) -> bool:
