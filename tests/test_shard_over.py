@@ -168,6 +168,21 @@ def test_a_rank_that_uses_a_layer_alone_is_named_and_nobody_reads_what_is_gone(r
     assert "release of" in str(caught.value)
 
 
+def edits_in_place():
+    """An edit that leaves no version to go by."""
+    with connected("cluster", timeout=15.0) as c:
+        model = network()
+        model, optimizer = sherd.distribute(model, sgd(model), strategy="zero3", comm=c)
+        step(model, optimizer, batch(c.rank, 0))
+        model[0].weight.data.mul_(0.5)
+        with pytest.raises(sherd.SherdError, match=r"edited outside full_parameters"):
+            step(model, optimizer, batch(c.rank, 1))
+
+
+def test_an_edit_of_what_the_ranks_of_a_host_share_is_refused(ranks):
+    ranks(4).run(on_hosts, 2, edits_in_place)
+
+
 # -------------------------------------------------------------------- bytes
 
 

@@ -9,12 +9,13 @@ a strategy decides), `backward` (when a round begins and ends), `intake` (autogr
 arrived), `flat`, `ring`, `gradients` and `whole_gradients` (how it is reduced), `norms` and `measured`, `window`
 (accumulation), `agreement` (what ranks tell each other), `settings` and `watch` (what must be the same on all of them),
 `parameter` and `grad_access` (what a user sees of it), `rounds` (all of these together); `elementwise`,
-`optimizer_state` and `optimizer_shard` (who updates what); `stores` (where parameters live), `edits` and `editing` (who
-may change them); `buffers` (kept equal) and `sync_batch_norm`; and `engine`, where a step brings them together.
+`optimizer_state` and `optimizer_shard` (who updates what); `mesh` (which ranks hold a copy of the parameters together)
+and `stores` (where they live), `edits` and `editing` (who may change them); `buffers` (kept equal) and
+`sync_batch_norm`; and `engine`, where a step brings them together.
 
-One of the stores keeps slices and gathers parameters while they are used: `pages` (memory that comes and goes), `route`
-(what is used next), `apart`, `gathering` (what is whole, and for how long), `on_use` (how use is noticed), `transforms`
-and `gathered_store`.
+Some stores keep slices and gather parameters while they are used: `pages` (memory that comes and goes), `route` (what
+is used next), `apart`, `gathering` (what is whole, and for how long), `on_use` (how use is noticed), `transforms`,
+`gathered_store` and `host_gathered_store`.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ from sherd.engine.buffers import BufferSync
 from sherd.engine.choices import Choices, Parameters
 from sherd.engine.editing import Editing
 from sherd.engine.edits import EditGuard
-from sherd.engine.gathered_store import GatheredStore, HostGatheredStore
+from sherd.engine.gathered_store import GatheredStore
 from sherd.engine.gradients import RingGradients
+from sherd.engine.host_gathered_store import HostGatheredStore
 from sherd.engine.inventory import Inventory
 from sherd.engine.layout import ShardLayout
 from sherd.engine.mesh import Mesh
