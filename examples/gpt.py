@@ -94,12 +94,13 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        if rank == 0 and (step % 25 == 0 or step == arguments.steps - 1):
-            with torch.no_grad():
+        if step % 25 == 0 or step == arguments.steps - 1:
+            with torch.no_grad():  # on all ranks: zero3 on several hosts gathers what it uses from all of them
                 x, y = batch(held_out, 16, model.length, seed=0)
                 judged = functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
             speed = (step + 1) * arguments.batch * world * model.length / (time.perf_counter() - start)
-            print(f"step {step:4d}  loss {loss:.3f}  held out {judged:.3f}  {speed:8,.0f} tokens/s", flush=True)
+            if rank == 0:
+                print(f"step {step:4d}  loss {loss:.3f}  held out {judged:.3f}  {speed:8,.0f} tokens/s", flush=True)
 
 
 if __name__ == "__main__":
