@@ -11,6 +11,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from torch import Tensor
@@ -27,7 +28,7 @@ class Waitable(Protocol):
 class Message(Handle):
     """A send or receive on its lane. `watch` waits for it with an eye on the peers."""
 
-    __slots__ = ("_finished", "_over", "_steps", "_watch", "error")
+    __slots__ = ("_finished", "_first", "_over", "_steps", "_watch", "error")
 
     def __init__(
         self, steps: Iterator[Waitable], watch: Callable[[Callable[[float], bool]], None], finished: Callable[[], None]
@@ -36,17 +37,31 @@ class Message(Handle):
         self._watch = watch
         self._finished = finished
         self._over = threading.Event()
+        self._first: Waitable | None = None
         self.error: BaseException | None = None
         self.result = None
 
+    def start(self) -> None:
+        """Go as far as there is nothing to wait for, before the message is put on its lane."""
+        with self._failing():
+            self._first = next(self._steps, None)
+
     def run(self) -> None:
-        """All of it, on the lane's thread."""
-        try:
+        """The rest of it, on the lane's thread."""
+        with self._failing():
+            if self._first is not None:
+                self._first.wait()
             for work in self._steps:
                 work.wait()
-        except BaseException as error:  # whatever it is, it belongs to the rank that waits
-            self.error = error
         self._over.set()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Whatever it is, it belongs to the rank that waits."""
+        try:
+            yield
+        except BaseException as error:
+            self.error = error
 
     def wait(self) -> Tensor:
         self._watch(self._attempt)

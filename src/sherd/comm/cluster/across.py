@@ -1,8 +1,12 @@
-"""How slices cross the network: messages between the ranks of a column, one after another on a thread of their own.
+"""How slices cross the network: messages between the ranks of a column, waited for on a thread of their own.
 
 Messages to single peers and not the backend's collectives: what arrives goes straight to its place, nothing is copied
-for the rank itself, and a connection that breaks says to whom. The generators here run on the column's lane, so that an
-exchange goes on while the rank computes.
+for the rank itself, and a connection that breaks says to whom. The generators here are started when an operation is
+ready to cross, so that its first messages are posted behind those of earlier ones and the network is never idle; what
+is left of them runs on the column's lane, so that an exchange goes on while the rank computes.
+
+The messages of an operation have a *tag* of their own, made of its number and its fingerprint. Two ranks that make
+different calls hence never get each other's data, and find out by their headers.
 """
 
 from __future__ import annotations
@@ -18,9 +22,13 @@ from torch import Tensor
 
 from sherd.comm.c10d.slices import EXCHANGE_BYTES, as_bytes
 from sherd.comm.c10d.wire import Wire
+from sherd.comm.cluster.spares import Spares
 from sherd.comm.codec import Codec, decoded, encode
 from sherd.comm.faults import LinkBroken
 from sherd.comm.summation import SummationTree, combine
+
+TAGS = 2
+"""How many an operation has: the pieces of a large exchange take turns."""
 
 
 class Link:
@@ -49,22 +57,32 @@ class Link:
 Steps = Generator[Link, None, None]
 
 
-class Across:
-    """The column of one rank. `ranks` are its members' numbers in the world, one per host."""
+class Column:
+    """The ranks with this one's number on every host. `ranks` are their numbers in the world, one per host."""
 
-    def __init__(self, wire: Wire, ranks: Sequence[int]) -> None:
+    def __init__(self, wire: Wire, ranks: Sequence[int], spares: Spares) -> None:
         self.ranks = ranks
         self.hosts = len(ranks)
         self.mine = wire.rank
-        self._wire = wire
-        self._others = [h for h in range(self.hosts) if h != self.mine]
-        self._tree = SummationTree(self.hosts, 1)  # each part is the sum of a group already
-        self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._waited_for: set[int] = set()
+        self.wire = wire
+        self.spares = spares
+        self.others = [h for h in range(self.hosts) if h != self.mine]
+        self.tree = SummationTree(self.hosts, 1)  # each part is the sum of a group already
+        self.waited_for: set[int] = set()
 
     def waiting_for(self) -> list[int]:
         """The rank whose message the lane waits for."""
-        return list(self._waited_for)
+        return list(self.waited_for)
+
+
+class Across:
+    """One operation's way across: its messages, which have tags from `tag` to `tag + TAGS - 1`."""
+
+    def __init__(self, column: Column, tag: int) -> None:
+        self._column = column
+        self._tag = tag
+        self.hosts, self.mine = column.hosts, column.mine
+        self._others, self._tree = column.others, column.tree
 
     def swap(self, give: Sequence[Tensor], take: Sequence[Tensor]) -> Steps:
         """Give host h `give[h]` and take `take[h]` from it, for all other hosts."""
@@ -74,17 +92,23 @@ class Across:
         """Row h of `sums` is this host's part of the slice of host h: reduce all hosts' parts of this one's slice."""
         numel = target.numel()
         width = max(EXCHANGE_BYTES // (len(self._others) * sums.element_size()), 1)
-        arrived = self._room(2 if numel > width else 1, min(width, numel), sums.dtype)
-        under_way: deque[tuple[int, list[Tensor], list[Link]]] = deque()
+        pieces, longest = 2 if numel > width else 1, min(width, numel)
+        room = self._column.spares.take(pieces * len(self._others) * longest, sums.dtype)
+        arrived = room.view(pieces, len(self._others), longest)
+        under_way: deque[tuple[list[Tensor], Tensor, list[Link]]] = deque()
         for index, start in enumerate(range(0, numel, width)):
             stop = min(start + width, numel)
-            rows = [row[: stop - start] for row in arrived[index % 2]]
-            links = self._start([row[start:stop] for row in sums], rows, index % 2)
-            under_way.append((start, rows, links))
+            parts = [row[start:stop] for row in sums]
+            rows = list(parts)
+            for h, row in zip(self._others, arrived[index % 2], strict=True):
+                rows[h] = row[: stop - start]
+            links = self._start(parts, rows, index % 2)
+            under_way.append((rows, target[start:stop], links))
             if len(under_way) == 2:
-                yield from self._add(*under_way.popleft(), sums, target, op, count)
+                yield from self._add(*under_way.popleft(), op, count)
         for piece in under_way:
-            yield from self._add(*piece, sums, target, op, count)
+            yield from self._add(*piece, op, count)
+        self._column.spares.give_back(room)
 
     def exchange_and_reduce(self, part: Tensor, target: Tensor, op: str, count: int) -> Steps:
         """Every host's `part`, whole, reduced here."""
@@ -118,30 +142,19 @@ class Across:
     # ---------------------------------------------------------------- parts
 
     def _start(self, give: Sequence[Tensor], take: Sequence[Tensor], tag: int = 0) -> list[Link]:
+        wire, ranks, waited_for = self._column.wire, self._column.ranks, self._column.waited_for
+
         def receive(h: int) -> dist.Work:
-            return self._wire.recv(as_bytes(take[h]), h, tag)
+            return wire.recv(as_bytes(take[h]), h, self._tag + tag)
 
         def send(h: int) -> dist.Work:
-            return self._wire.send(as_bytes(give[h]), h, tag)
+            return wire.send(as_bytes(give[h]), h, self._tag + tag)
 
         received = [h for h in self._others if take[h].numel()]
         sent = [h for h in self._others if give[h].numel()]
-        links = [Link(partial(receive, h), self.ranks[h], self._waited_for) for h in received]
-        return links + [Link(partial(send, h), self.ranks[h], self._waited_for) for h in sent]
+        links = [Link(partial(receive, h), ranks[h], waited_for) for h in received]
+        return links + [Link(partial(send, h), ranks[h], waited_for) for h in sent]
 
-    def _add(
-        self, start: int, rows: list[Tensor], links: list[Link], sums: Tensor, target: Tensor, op: str, count: int
-    ) -> Steps:
+    def _add(self, rows: list[Tensor], target: Tensor, links: list[Link], op: str, count: int) -> Steps:
         yield from links
-        stop = start + rows[self.mine].numel()
-        parts = [sums[h, start:stop] if h == self.mine else row for h, row in enumerate(rows)]
-        combine(self._tree, parts, target[start:stop], op, count)
-
-    def _room(self, pieces: int, width: int, dtype: torch.dtype) -> list[list[Tensor]]:
-        """A row for each host and piece. They are kept: touching new pages costs as much as sending what they hold."""
-        nbytes = -(-max(width, 1) * dtype.itemsize // 64) * 64
-        needed = pieces * self.hosts * nbytes
-        if self._scratch.numel() < needed:
-            self._scratch = torch.empty(needed, dtype=torch.uint8)
-        rows = self._scratch[:needed].view(dtype).view(pieces, self.hosts, -1)[:, :, :width]
-        return [list(piece) for piece in rows]
+        combine(self._tree, rows, target, op, count)

@@ -7,6 +7,7 @@ inside the host; partial sums cross as they are, as they would otherwise be roun
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -18,7 +19,7 @@ from sherd.comm.c10d.communicator import HEADER_BYTES, C10dCommunicator, backend
 from sherd.comm.c10d.lanes import Lane, Message
 from sherd.comm.c10d.wire import Wire
 from sherd.comm.calls import Call, Site, call_site
-from sherd.comm.cluster.across import Across, Steps
+from sherd.comm.cluster.across import TAGS, Across, Column, Steps
 from sherd.comm.cluster.pipeline import ALL, ClusterOperation, Phase, Pipeline
 from sherd.comm.cluster.spares import Spares
 from sherd.comm.cluster.trouble import Trouble
@@ -33,6 +34,9 @@ from sherd.comm.summation import cut_for, one_phase
 from sherd.config import CommOptions
 from sherd.errors import CommError
 
+HEADER_TAG = 0
+FINGERPRINTS, NUMBERS = 1 << 18, 1 << 10  # that tags tell apart: they have 31 bits
+FINGERPRINT_BYTES = 8
 MOVE_EVERY = 0.001  # seconds between looks while a neighbour may need this rank for something else
 _EMPTY = torch.empty(0)
 Inside = HostCommunicator | SoloCommunicator
@@ -56,12 +60,12 @@ class ClusterCommunicator(Communicator):
         self.names, self.turn = flat.names, flat.turn
         self._flat, self._inside, self._again = flat, inside, again
         self._locals = inside.world
-        self._across = Across(column, range(inside.rank, self.world, inside.world))
-        self._hosts, self._mine = self._across.hosts, self._across.mine
+        self._spares = Spares()
+        self._column = Column(column, range(inside.rank, self.world, inside.world), self._spares)
+        self._hosts, self._mine = self._column.hosts, self._column.mine
         self._lane = Lane("sherd-across")
         self._trouble = Trouble([flat, *(part for part in (inside, again) if isinstance(part, HostCommunicator))])
         self._pipeline = Pipeline(self._trouble, self.turn)
-        self._spares = Spares()
         self._number = 0
 
     @classmethod
@@ -133,7 +137,7 @@ class ClusterCommunicator(Communicator):
             call,
             (self._hosts - 1) * wire_bytes(cut, source),
             lambda: self._reduce_inside(call, source, sums, op, codec, own),
-            lambda: self._across.reduce(sums, target, op, self.world),
+            lambda across: across.reduce(sums, target, op, self.world),
             finish=lambda: self._spares.give_back(sums),
             reading=1,  # what crosses the network is this host's sum, in memory of its own
         )
@@ -145,7 +149,7 @@ class ClusterCommunicator(Communicator):
             call,
             (self._hosts - 1) * wire_bytes(source.numel(), source, codec),
             lambda: [self._inside._barrier(call)],  # nobody on this host still reads what is overwritten
-            lambda: self._across.gather(source, self._places(target), codec),
+            lambda across: across.gather(source, self._places(target), codec),
             lambda: self._gather_inside(call, target),
         )
 
@@ -157,7 +161,7 @@ class ClusterCommunicator(Communicator):
                 call,
                 others * wire_bytes(numel, source),
                 lambda: [self._inside._all_reduce(call, source, summed, _undivided(op), None)],
-                lambda: self._across.exchange_and_reduce(summed, target, op, self.world),
+                lambda across: across.exchange_and_reduce(summed, target, op, self.world),
             )
         cut = cut_for(numel, self.world, codec)
         sums = self._spares.take(self._hosts * cut, source.dtype).view(self._hosts, cut)
@@ -165,10 +169,10 @@ class ClusterCommunicator(Communicator):
         whole = target if even else torch.empty(self.world * cut, dtype=target.dtype)
         mine = whole[self.rank * cut : (self.rank + 1) * cut]
 
-        def across() -> Steps:
-            yield from self._across.reduce(sums, mine, op, self.world)
+        def cross(across: Across) -> Steps:
+            yield from across.reduce(sums, mine, op, self.world)
             mine[max(numel - self.rank * cut, 0) :].zero_()  # what a codec made of the padding must not reach the rest
-            yield from self._across.gather(mine, self._places(whole), codec)
+            yield from across.gather(mine, self._places(whole), codec)
 
         def finish() -> None:
             self._spares.give_back(sums)
@@ -179,7 +183,7 @@ class ClusterCommunicator(Communicator):
             call,
             others * (wire_bytes(cut, source) + wire_bytes(cut, target, codec)),
             lambda: self._reduce_inside(call, source, sums, op, codec),
-            across,
+            cross,
             lambda: self._gather_inside(call, whole),
             finish,
         )
@@ -191,7 +195,7 @@ class ClusterCommunicator(Communicator):
             call,
             (self._hosts - 1) * wire_bytes(target.numel(), target) if self.rank == root else 0,
             lambda: [self._inside._broadcast(call, target, local) if from_here else self._inside._barrier(call)],
-            lambda: self._across.spread(target if crosses else target[:0], host),
+            lambda across: across.spread(target if crosses else target[:0], host),
             lambda: [] if from_here else [self._again._broadcast(call, target, local)],
         )
 
@@ -208,12 +212,12 @@ class ClusterCommunicator(Communicator):
 
         payload = (self._hosts - 1) * wire_bytes(rows[0].numel(), source)
         give_back = partial(self._spares.give_back, rows)
-        return self._issue(call, payload, inside, lambda: self._across.swap(list(rows), list(takes)), finish=give_back)
+        return self._issue(call, payload, inside, lambda across: across.swap(list(rows), list(takes)), finish=give_back)
 
     def _barrier(self, call: Call) -> Handle:
         token = torch.zeros(self._hosts, dtype=torch.uint8)
         handle = self._issue(
-            call, 0, lambda: [self._inside._barrier(call)], lambda: self._across.gather(token[:1], _cut(token), None)
+            call, 0, lambda: [self._inside._barrier(call)], lambda across: across.gather(token[:1], _cut(token), None)
         )
         handle.result = _EMPTY
         return handle
@@ -261,21 +265,21 @@ class ClusterCommunicator(Communicator):
         call: Call,
         payload: int,
         inside: Phase,
-        across: Callable[[], Steps],
+        cross: Callable[[Across], Steps],
         again: Phase | None = None,
         finish: Callable[[], None] = lambda: None,
         reading: int = ALL,
     ) -> ClusterOperation:
         self._trouble.check()
         self._number += 1
-        site = self._site
+        site, number = self._site, self._number
         done = self._begin(call, payload)
 
         def start_inside() -> Sequence[Handle]:
             return self._started(self._inside, site, inside)
 
         def start_across() -> Sequence[Handle]:
-            return [self._cross(call, site, across)]
+            return [self._cross(call, site, number, cross)]
 
         def start_again() -> Sequence[Handle]:
             assert again is not None
@@ -295,16 +299,20 @@ class ClusterCommunicator(Communicator):
             handle.result = _EMPTY
         return handles
 
-    def _cross(self, call: Call, site: Site, across: Callable[[], Steps]) -> Handle:
-        """Put the part that crosses the network on the column's lane."""
+    def _cross(self, call: Call, site: Site, number: int, cross: Callable[[Across], Steps]) -> Handle:
+        """Post what crosses the network first, and put the rest on the column's lane."""
         self._flat._site = site
         header = self._flat._header(call) if self.options.check else None
 
         def steps() -> Steps:
             try:
-                if header is not None:
-                    yield from self._agree(header)
-                yield from across()
+                agreed = iter(()) if header is None else self._agree(header)
+                crossed = cross(Across(self._column, _tag(call, number)))
+                first = [next(agreed, None), next(crossed, None)]
+                for link, rest in zip(first, (agreed, crossed), strict=True):
+                    if link is not None:
+                        yield link
+                        yield from rest
             except (CommError, LinkBroken):
                 raise
             except RuntimeError as error:  # no peer's fault
@@ -312,21 +320,30 @@ class ClusterCommunicator(Communicator):
 
         def watch(attempt: Callable[[float], bool]) -> None:
             def attempt_and_move(seconds: float) -> bool:
-                return attempt(0) or attempt(MOVE_EVERY if move_everything() > 1 else seconds)
+                deadline = time.monotonic() + seconds
+                while not attempt(0):
+                    left = deadline - time.monotonic()
+                    if attempt(min(left, MOVE_EVERY) if move_everything() > 1 else left):
+                        break
+                    if time.monotonic() >= deadline:
+                        return False
+                return True
 
             with self._flat._breaking():
-                self._flat._watchdog.watch(attempt_and_move, self._across.ranks, self._across.waiting_for)
+                self._flat._watchdog.watch(attempt_and_move, self._column.ranks, self._column.waiting_for)
 
         message = Message(steps(), watch, lambda: None)
         message.result = _EMPTY
+        message.start()
         self._lane.add(message)
         return message
 
     def _agree(self, header: Tensor) -> Steps:
         """The ranks of this column make the same call, or all of them get an error."""
         headers = [header if h == self._mine else torch.empty_like(header) for h in range(self._hosts)]
-        yield from self._across.swap([header] * self._hosts, headers)
-        self._flat._compare(list(zip(self._across.ranks, headers, strict=True)))
+        yield from Across(self._column, HEADER_TAG).swap([header] * self._hosts, headers)
+        if not all(torch.equal(header[:FINGERPRINT_BYTES], other[:FINGERPRINT_BYTES]) for other in headers):
+            self._flat._compare(list(zip(self._column.ranks, headers, strict=True)))
 
     def _begin(self, call: Call, payload: int) -> Callable[[], None]:
         self._flat._number, self._flat._site = self._number, self._site
@@ -343,6 +360,11 @@ class ClusterCommunicator(Communicator):
         self.counters.add(call.operation, payload, 0)
         with self._trouble.spread():
             return part._send(call, tensor, peer) if call.operation == "send" else part._recv(call, tensor, peer)
+
+
+def _tag(call: Call, number: int) -> int:
+    """A tag for the messages of one call, which no other has that is under way, and no other call of that number."""
+    return TAGS * (1 + call.fingerprint % FINGERPRINTS * NUMBERS + number % NUMBERS)
 
 
 def _undivided(op: str) -> str:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
-KEPT = 4
+KEPT = 16  # two for each reduction: a host's sums, and those of the others
 LARGE_ENOUGH = 1 << 16  # bytes; the allocator itself keeps what is smaller
 
 
 class Spares:
-    """The last few buffers that were given back."""
+    """The last few buffers that were given back, by a rank or by its lane."""
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
+        self._turn = threading.Lock()
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor with anything in it."""
         nbytes = numel * dtype.itemsize
-        for index, kept in enumerate(self._kept):
-            if nbytes <= kept.numel() <= 2 * nbytes:
-                return self._kept.pop(index)[:nbytes].view(dtype)
+        with self._turn:
+            for index, kept in enumerate(self._kept):
+                if nbytes <= kept.numel() <= 2 * nbytes:
+                    return self._kept.pop(index)[:nbytes].view(dtype)
         return torch.empty(numel, dtype=dtype)
 
     def give_back(self, tensor: Tensor) -> None:
         whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
         if whole.numel() >= LARGE_ENOUGH:
-            self._kept = [*self._kept[1 - KEPT :], whole]
+            with self._turn:
+                self._kept = [*self._kept[1 - KEPT :], whole]
