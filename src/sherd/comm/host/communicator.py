@@ -71,7 +71,9 @@ class HostCommunicator(Communicator):
         self._board = Board(self._share("board", Board.nbytes(world)), rank, world)
         self._peers = link.watch(options.timeout, range(world))
         numbers = numbers or self._all
-        waiter = Waiter(self._board, self._peers, self.names, numbers, options, spin=spins_pay(world))
+        # In a part of a larger communicator, not while the thread that talks to the network needs the interpreter.
+        spin = turn is None and spins_pay(world)
+        waiter = Waiter(self._board, self._peers, self.names, numbers, options, spin)
         self._scheduler = Scheduler(self._board, waiter, self.turn)
         small = self._ring("small", SMALL_BYTES, SMALL_CHUNKS)
         large = self._ring("large", options.chunk_bytes, options.chunks)
