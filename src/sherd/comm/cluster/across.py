@@ -12,8 +12,7 @@ different calls hence never get each other's data, and find out by their headers
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 
 import torch
@@ -37,21 +36,18 @@ class Link:
     def __init__(self, start: Callable[[], dist.Work], peer: int, waited_for: set[int]) -> None:
         self._peer = peer
         self._waited_for = waited_for
-        with self._known():
+        try:
             self._work = start()
+        except RuntimeError as error:
+            raise LinkBroken(str(error), peer) from error
 
     def wait(self) -> None:
         self._waited_for.add(self._peer)
-        with self._known():
-            self._work.wait()
-        self._waited_for.clear()
-
-    @contextmanager
-    def _known(self) -> Iterator[None]:
         try:
-            yield
+            self._work.wait()
         except RuntimeError as error:
             raise LinkBroken(str(error), self._peer) from error
+        self._waited_for.clear()
 
 
 Steps = Generator[Link, None, None]
