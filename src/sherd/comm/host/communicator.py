@@ -22,13 +22,14 @@ from sherd.comm.host.channel import Channels
 from sherd.comm.host.headers import Headers
 from sherd.comm.host.memory import PAGE, Segment, round_up
 from sherd.comm.host.operation import Operation, SteppedOperation, Steps
+from sherd.comm.host.peek import Peek
 from sherd.comm.host.peers import Peers
 from sherd.comm.host.rendezvous import Link, meet
 from sherd.comm.host.scheduler import Scheduler
 from sherd.comm.host.shared import Place, SharedMemory
 from sherd.comm.host.small import Finish, SmallCalls, SmallPlan
 from sherd.comm.host.staging import SMALL_BYTES, SMALL_CHUNKS, Staging, is_small
-from sherd.comm.host.streams import Streams, Take
+from sherd.comm.host.streams import Room, Streams, Take
 from sherd.comm.host.waiting import Waiter
 from sherd.comm.progress import take_part
 from sherd.comm.solo import SoloCommunicator
@@ -79,7 +80,8 @@ class HostCommunicator(Communicator):
         large = self._ring("large", options.chunk_bytes, options.chunks)
         headers = Headers(self._board, self.names, numbers, options.check)
         self._small_calls = SmallCalls(headers, small)
-        self._streams = Streams(headers, small, large, self._memory)
+        peek = Peek([card.pid for card in link.cards], self._board, waiter) if link.peeks else None
+        self._streams = Streams(headers, small, large, self._memory, peek)
         channels = self._share("channels", Channels.nbytes(world))
         self._channels = Channels(channels, self._board, self._memory, self._scheduler, self.names, numbers)
         # Called by close(), or when nobody holds this communicator any more, or at the end of the process.
@@ -139,9 +141,9 @@ class HostCommunicator(Communicator):
     def _close(self, error: BaseException | None) -> None:
         if error is not None:
             self._why.append(error)
+        self._leave()  # first: others may be reading the tensors of what is under way
         self._scheduler.abandon("it was closed")
         self._memory.forget()
-        self._leave()
 
     def _ring(self, label: str, chunk_bytes: int, chunks: int) -> Staging:
         segment = self._share(label, Staging.nbytes(self.world, chunk_bytes, chunks))
@@ -179,7 +181,8 @@ class HostCommunicator(Communicator):
         if small is not None:
             return small
         o = self._new(call)
-        return self._issue(o, self._streams.scatter(o, source, cut, None, _spreading(target, cut)))
+        take, room = _spreading(target, cut), _room(source, target, cut)
+        return self._issue(o, self._streams.scatter(o, source, cut, None, take, room=room))
 
     def _all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
         cut = source.numel()
@@ -194,7 +197,8 @@ class HostCommunicator(Communicator):
             if small is not None:
                 return small
         o = self._new(call)
-        return self._issue(o, self._streams.gather(o, source, cut, self._all, codec, _spreading(target, cut)))
+        take, room = _spreading(target, cut), _room(source, target, cut)
+        return self._issue(o, self._streams.gather(o, source, cut, self._all, codec, take, room))
 
     def _publish(self, call: Call, source: Tensor, target: Tensor) -> Handle:
         if not self.shares(target):
@@ -212,11 +216,11 @@ class HostCommunicator(Communicator):
             return small
 
         def take(start: int, stop: int, parts: list[Tensor]) -> None:
-            if receives:
+            if receives and parts[0].data_ptr() != target[start:stop].data_ptr():
                 target[start:stop].copy_(parts[0])
 
         o = self._new(call)
-        return self._issue(o, self._streams.gather(o, target, numel, (root,), None, take))
+        return self._issue(o, self._streams.gather(o, target, numel, (root,), None, take, _room(target, target, 0)))
 
     def _all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
         numel = source.numel()
@@ -317,6 +321,13 @@ class HostCommunicator(Communicator):
             text = f"{call.text} into shared tensor {place[0]} at byte {place[1]}"
             shared = self._shared_calls[call, place] = Call(call.operation, text)
         return shared
+
+
+def _room(source: Tensor, target: Tensor, cut: int) -> Room | None:
+    """The part of rank r may be read straight to r * cut, unless it has to be converted."""
+    if source.dtype != target.dtype:
+        return None
+    return lambda rank, start, stop: target[rank * cut + start : rank * cut + stop]
 
 
 def _spreading(target: Tensor, cut: int) -> Take:

@@ -17,6 +17,7 @@ from torch import Tensor
 from sherd.comm.calls import Call, Site
 from sherd.comm.handle import Handle
 from sherd.comm.host.board import CHUNK_BITS
+from sherd.comm.host.shared import PRIVATE
 
 if TYPE_CHECKING:
     from sherd.comm.host.scheduler import Scheduler
@@ -68,6 +69,10 @@ class SteppedOperation(Operation):
         self.places: list[tuple[int, int, int]] | None = None  # where each rank's contribution lies, once checked
         self.used = 0  # chunks of its movements so far
         self.steps: Steps
+
+    def is_private(self, rank: int) -> bool:
+        """Whether a rank lends memory of its own process."""
+        return self.places is not None and self.places[rank][0] == PRIVATE
 
     def step(self) -> None:
         try:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sherd.comm.host import peek
 from sherd.comm.host.memory import Keeper, MemfdKeeper, Segment
 from sherd.comm.host.peers import Peers
 from sherd.comm.host.support import unsupported_reason
@@ -45,6 +46,7 @@ class Card:
     user: int
     pid: int
     address: str
+    word: tuple[int, int]
     refusal: str | None
     options: dict[str, Any]
 
@@ -76,6 +78,7 @@ def meet(rank: int, world_rank: int, exchange: Exchange, options: CommOptions, g
         user=os.geteuid(),
         pid=os.getpid(),
         address=listener.getsockname().decode()[1:] if listener else "",
+        word=peek.MINE,
         refusal=unsupported_reason(),
         options={**options.to_dict(), "host": None},
     )
@@ -87,20 +90,29 @@ def meet(rank: int, world_rank: int, exchange: Exchange, options: CommOptions, g
         leaders: list[int] = exchange("leader", leader)
         hosts = [[r for r in range(len(cards)) if leaders[r] == who] for who in sorted(set(leaders))]
         members = [r for r in range(len(cards)) if leaders[r] == leader]
+        read = [r for r in members if r == rank or peek.can_read(cards[r].pid, *cards[r].word)]
+        everybody_reads: list[bool] = exchange("reads", read == members)
         sockets = {leader: to_leader} if to_leader else _accept(listener, members[1:], cards)
     finally:
         if listener:
             listener.close()
-    return Meeting(cards, hosts, Link(rank, members, [cards[r] for r in members], sockets))
+    peeks = all(everybody_reads[r] for r in members)
+    return Meeting(cards, hosts, Link(rank, members, [cards[r] for r in members], sockets, peeks))
 
 
 class Link:
-    """The sockets between a leader and the other ranks of its host, used to hand out descriptors."""
+    """The sockets between a leader and the other ranks of its host, used to hand out descriptors.
 
-    def __init__(self, rank: int, members: list[int], cards: list[Card], sockets: dict[int, socket.socket]) -> None:
+    `peeks` if all of them can read each other's private memory.
+    """
+
+    def __init__(
+        self, rank: int, members: list[int], cards: list[Card], sockets: dict[int, socket.socket], peeks: bool
+    ) -> None:
         self.rank = rank
         self.members = members
         self.cards = cards
+        self.peeks = peeks
         self.is_leader = rank == members[0]
         self._sockets = sockets
         self._keeper: Keeper = MemfdKeeper()

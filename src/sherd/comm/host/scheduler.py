@@ -104,10 +104,11 @@ class Scheduler:
         if self._broken is not None:
             return
         self._broken = why
-        for queue in self._queues:
-            queue.clear()
+        # Before the tensors of what is under way are let go: others may be reading them.
         if isinstance(why, BaseException) and not isinstance(why, _KNOWN_TO_OTHERS):
             self._board.leave_word(State.FAILED, f"{type(why).__name__}: {why}")
+        for queue in self._queues:
+            queue.clear()
 
     def fail(self, error: CommError) -> None:
         """Give up because of what happened beyond this host, and tell the ranks of this host."""

@@ -15,6 +15,9 @@ Place = tuple[int, int]
 STAGED: Place = (-1, 0)
 """Not in shared memory: the contribution goes through staging chunks."""
 
+PRIVATE = 1 << 40
+"""Instead of the number of a segment: the offset is an address in the memory of the rank itself."""
+
 
 class SharedMemory:
     """The shared tensors and buffers of a communicator. They stay mapped until it is closed and they are dropped."""

@@ -77,9 +77,9 @@ class Waiter:
                 self._warn(missing, now - start)
                 warn_at = start + 2 * (now - start)
 
-    def check(self) -> None:
-        """Raise if another rank has reported a fault."""
-        fault = self._fault([])
+    def check(self, needed: Sequence[int] = ()) -> None:
+        """Raise if another rank has reported a fault, or one of those `needed` has left or ended."""
+        fault = self._fault(needed)
         if fault is not None:
             raise fault
 

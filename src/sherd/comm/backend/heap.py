@@ -1,0 +1,35 @@
+"""Keeps memory that torch frees in the process, for the tensors of the next step.
+
+Torch allocates the tensors of every step anew. The C library hands freed memory at the end of its heap back to the
+kernel, and large blocks at once, so each step pays for new pages, a fault for every 4 KB: FSDP2 on a GPT of 33.7 M
+parameters took 30,000 faults a step, 8% of its time, most of them in the buffers that it makes for every collective.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+
+KEPT_BYTES = 1 << 28
+"""How much free memory at the end of the heap a rank may keep."""
+_LARGEST_IN_HEAP = 1 << 25  # glibc takes no more; what is larger has pages of its own, every time
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as <malloc.h> numbers them
+_CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """Raise glibc's limits for the whole process, unless the user has set them (`MALLOC_TRIM_THRESHOLD_` and others).
+
+    An allocator that was put in its place has none, and other C libraries do not know the call.
+    """
+    chosen = any(name in os.environ for name in _CHOICES) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if sys.platform != "linux" or chosen:
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
+        mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP)
