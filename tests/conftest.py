@@ -13,6 +13,10 @@ from sherd.testing import Hosts, RankPool
 # Some virtual machines offer AMX and do not have it: torch's half-precision kernels crash there.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+# torch asks for the name of every address that connects to a store, thousands of times in all. Where an answer of the
+# name server gets lost, as one in a hundred may, nobody needs it: a second of waiting is enough, five are not.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:

@@ -6,14 +6,13 @@ import functools
 import itertools
 import subprocess
 import sys
-import threading
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from tests.backend_helpers import backend
+from tests.backend_helpers import backend, in_two_threads
 from tests.comm_reference import reduced, tensor_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
@@ -352,28 +351,8 @@ def test_works_and_futures(ranks):
 
 
 def threads():
-    """A group that another thread uses while the main thread uses the default one."""
     with backend():
-        other = dist.new_group()
-        found = []
-
-        def talk():
-            for step in range(100):
-                x = torch.full((20_000,), float(step))
-                dist.all_reduce(x, group=other)
-                found.append(x[-1].item())
-
-        thread = threading.Thread(target=talk)
-        thread.start()
-        for step in range(100):
-            x = torch.full((20_000,), float(step))
-            dist.all_reduce(x)
-            assert x[-1].item() == 2 * step
-        thread.join()
-        assert found == [2.0 * step for step in range(100)]
-        x = torch.ones(3)
-        dist.all_reduce(x, group=other)
-        assert x.tolist() == [2.0] * 3
+        in_two_threads(100)
 
 
 def test_threads_take_turns(ranks):

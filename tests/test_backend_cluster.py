@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.backend_helpers import backend
+from tests.backend_helpers import backend, in_two_threads
 from tests.test_backend import every_collective
 from tests.test_backend_training import ddp, fsdp2, nearly
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -48,31 +47,8 @@ def test_groups_take_the_transport_of_their_hosts(ranks):
 
 
 def threads():
-    """Another thread completes what this one has begun, and goes on, while this one uses another group."""
     with backend("cluster"):
-        other = dist.new_group()
-        begun = [dist.all_reduce(torch.full((30_000,), float(n)), group=other, async_op=True) for n in range(4)]
-        found = []
-
-        def talk():
-            for work in begun:
-                found.append(work.result()[0][-1].item())
-            for step in range(30):
-                x = torch.full((20_000,), float(step))
-                dist.all_reduce(x, group=other)
-                found.append(x[-1].item())
-
-        thread = threading.Thread(target=talk)
-        thread.start()
-        for step in range(30):
-            x = torch.full((20_000,), float(step))
-            dist.all_reduce(x)
-            assert x[-1].item() == 4 * step
-        thread.join()
-        assert found == [4.0 * step for step in (*range(4), *range(30))]
-        x = torch.ones(3)
-        dist.all_reduce(x, group=other)
-        assert x.tolist() == [4.0] * 3
+        in_two_threads(30, begun=4)
 
 
 def test_threads_take_turns(ranks):

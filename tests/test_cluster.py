@@ -10,6 +10,7 @@ import torch
 from tests import test_leaks, test_operations, test_under_way
 from tests.comm_reference import reduced, tensor_of
 from tests.log_lines import log_lines
+from tests.test_under_way import MIXED, mixture
 
 from sherd import CommOptions, comm
 from sherd.errors import Diverged, PeerLost, Unsupported
@@ -71,18 +72,18 @@ def test_bad_arguments_are_refused_before_anything_is_sent(ranks):
 
 @pytest.mark.parametrize(("hosts", "local"), [(2, 2), (3, 1), (2, 3)])
 def test_a_mixture(ranks, hosts, local):
-    assert min(ranks(hosts * local).run(on_hosts, local, test_under_way.mixture, CLUSTER, hosts, 2.0)) > 15
+    assert min(ranks(hosts * local).run(on_hosts, local, mixture, CLUSTER, hosts, MIXED)) > 15
 
 
 def test_a_mixture_with_default_chunks(ranks):
-    assert min(ranks(4).run(on_hosts, 2, test_under_way.mixture, {"transport": "cluster"}, 7, 2.0)) > 15
+    assert min(ranks(4).run(on_hosts, 2, mixture, {"transport": "cluster"}, 7, MIXED)) > 15
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("hosts", "local"), [(2, 2), (2, 4), (4, 2)])
 def test_long_mixtures(ranks, hosts, local, seed):
-    assert min(ranks(hosts * local).run(on_hosts, local, test_under_way.mixture, CLUSTER, 100 + seed, 8.0)) > 15
+    assert min(ranks(hosts * local).run(on_hosts, local, mixture, CLUSTER, 100 + seed, 8.0)) > 15
 
 
 @pytest.mark.parametrize("local", [1, 2])

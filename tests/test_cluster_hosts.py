@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ def test_every_operation(hosts, count, local):
 
 
 def test_a_mixture(hosts):
-    assert min(hosts(2, 2).run(test_under_way.mixture, {"transport": "cluster"}, 11, 2.0)) > 15
+    assert min(hosts(2, 2).run(test_under_way.mixture, {"transport": "cluster"}, 11, test_under_way.MIXED)) > 15
 
 
 def chosen():
@@ -85,7 +87,9 @@ def test_the_flat_transport_sends_more_and_gets_the_same_bits(hosts):
 # ---------------------------------------------------------------- faults
 
 
-FAULTY = pytest.mark.parametrize(("count", "local", "transport"), [(2, 2, "cluster"), (4, 1, "c10d")])
+PLACES = {"cluster": (2, 2), "c10d": (4, 1)}  # hosts, and ranks on each
+FAULTY = pytest.mark.parametrize("transport", PLACES)
+VICTIM = 1
 
 
 def attempt(hosts, transport, what, victim):
@@ -119,11 +123,24 @@ def kill_myself():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.fixture(scope="module")
+def aftermath():
+    """What the ranks of a case were told. Cases in which all they do is wait, so that several run at once."""
+    with ThreadPoolExecutor() as threads:
+        cases = itertools.product(("cut", "pause"), PLACES)
+        yield {case: threads.submit(after, *case) for case in cases}
+
+
+def after(what, transport):
+    with hosts_or_skip(*PLACES[transport]) as hosts:
+        results = hosts.run(attempt, list(hosts), transport, what, VICTIM)
+        hosts[VICTIM].link_up()
+    return results
+
+
 @FAULTY
-def test_a_cut_cable_is_an_error_that_names_host_and_rank_in_time(count, local, transport):
-    with hosts_or_skip(count, local) as hosts:
-        results = hosts.run(attempt, list(hosts), transport, "cut", 1)
-        hosts[1].link_up()
+def test_a_cut_cable_is_an_error_that_names_host_and_rank_in_time(aftermath, transport):
+    results, local = aftermath["cut", transport].result(), PLACES[transport][1]
     for rank, (kind, text, seconds, lines) in enumerate(results):
         assert kind in ("TimedOut", "PeerLost"), (rank, kind, text)
         assert seconds < 2 * TIMEOUT + 1
@@ -135,9 +152,8 @@ def test_a_cut_cable_is_an_error_that_names_host_and_rank_in_time(count, local, 
 
 
 @FAULTY
-def test_a_paused_host_is_a_warning_and_then_an_error_that_name_it(count, local, transport):
-    with hosts_or_skip(count, local) as hosts:
-        results = hosts.run(attempt, list(hosts), transport, "pause", 1)
+def test_a_paused_host_is_a_warning_and_then_an_error_that_name_it(aftermath, transport):
+    results, local = aftermath["pause", transport].result(), PLACES[transport][1]
     for rank, (kind, text, seconds, lines) in enumerate(results):
         if rank // local == 1:
             assert kind in ("TimedOut", "PeerLost"), (rank, kind, text)  # it hears of it when it goes on
@@ -149,10 +165,10 @@ def test_a_paused_host_is_a_warning_and_then_an_error_that_name_it(count, local,
 
 
 @FAULTY
-def test_a_rank_killed_on_another_host_is_named_before_any_timeout(count, local, transport):
-    with hosts_or_skip(count, local) as hosts:
-        victim = local
-        results = hosts.run(attempt, list(hosts), transport, "kill", 1, expected_exits={victim: -signal.SIGKILL})
+def test_a_rank_killed_on_another_host_is_named_before_any_timeout(transport):
+    count, victim = PLACES[transport]  # the first rank of host 1
+    with hosts_or_skip(count, victim) as hosts:
+        results = hosts.run(attempt, list(hosts), transport, "kill", VICTIM, expected_exits={victim: -signal.SIGKILL})
     for rank, result in enumerate(results):
         if rank == victim:
             assert result == Died(-signal.SIGKILL)

@@ -21,6 +21,7 @@ from sherd.api.training import training_of
 # Small buckets: many of them, parameters larger than one, and slices that are cut inside parameters.
 BUCKET_BYTES = 4096
 STEPS = 20
+FEW = 8  # steps, where bits are compared: what differs once goes on to differ
 STRATEGIES = {
     "ddp": "ddp",
     "zero1": "zero1",
@@ -83,7 +84,7 @@ def compared(name, where, options, group=None):
 
     The limit is a norm between those of an unclipped run, so that some steps are clipped and others are not.
     """
-    results, norms, free = {}, [], []
+    results, norms, free, options = {}, [], [], {"steps": FEW, **options}
     with comm.connect(CommOptions(transport="host", group=group)) as c:
         losses, model = train(c, name, "ddp", each=clipping(free, 1e9), **options)
         results["not clipped"] = losses, exact(model)

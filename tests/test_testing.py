@@ -472,12 +472,16 @@ def test_an_interrupt_ends_the_ranks(tmp_path):
         pids_in(tmp_path, 2)
         os.kill(os.getpid(), signal.SIGINT)
 
-    with RankPool(2) as pool:
-        pool.run(pid)
-        threading.Thread(target=interrupt).start()
-        with pytest.raises(KeyboardInterrupt):
-            pool.run(write_pid, str(tmp_path))
-        assert not any(map(alive, pids_in(tmp_path, 2)))
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with RankPool(2) as pool:
+            pool.run(pid)
+            threading.Thread(target=interrupt).start()
+            with pytest.raises(KeyboardInterrupt):
+                pool.run(write_pid, str(tmp_path))
+            assert not any(map(alive, pids_in(tmp_path, 2)))
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 # A rank can be a caller itself, which is cheaper than a new interpreter that imports torch.

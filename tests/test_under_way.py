@@ -16,6 +16,7 @@ SMALL_CHUNKS = {"chunk_bytes": 4096, "chunks": 2}
 SIZES = (0, 1, 7, 64, 1023, 5460, 8193, 16_000, 16_385, 40_001, 300_000)
 KINDS = ("all_reduce", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "message")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+MIXED = 1.2  # seconds of a mixture
 
 
 class Mixture:
@@ -102,15 +103,15 @@ def mixture(options, seed, seconds):
 @pytest.mark.parametrize(("world", "chunks"), [(2, 2), (3, 1), (4, 2)])
 def test_a_mixture_over_the_host_transport(ranks, world, chunks):
     options = {"transport": "host", "group": 2, "chunk_bytes": 4096, "chunks": chunks}
-    assert min(ranks(world).run(mixture, options, world, 2.0)) > 25
+    assert min(ranks(world).run(mixture, options, world, MIXED)) > 25
 
 
 def test_a_mixture_over_the_host_transport_with_default_chunks(ranks):
-    assert min(ranks(3).run(mixture, {"transport": "host"}, 5, 2.0)) > 25
+    assert min(ranks(3).run(mixture, {"transport": "host"}, 5, MIXED)) > 25
 
 
 def test_a_mixture_over_c10d(ranks):
-    assert min(ranks(3).run(mixture, {"transport": "c10d", "group": 2}, 6, 2.0)) > 25
+    assert min(ranks(3).run(mixture, {"transport": "c10d", "group": 2}, 6, MIXED)) > 25
 
 
 @pytest.mark.fuzz

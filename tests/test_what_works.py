@@ -33,6 +33,7 @@ GATHERED_OTHERWISE = {
     "gradients.unused_on_some_ranks": APART,
     "gradients.unused_in_many_buckets": APART,
     "gradients.skipped_by_rank": APART,
+    "batch_norm.sync_batch_norm_and_branches": APART,
     **dict.fromkeys(("compiled.blocks_before", "compiled.blocks_after"), WHOLE_GRAPHS),
     **dict.fromkeys(("compiled.model_before", "compiled.model_after"), WHOLE_GRAPHS),
     "compiled.inductor": "differs by",  # graphs of other operations, which round otherwise

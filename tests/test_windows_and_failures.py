@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from tests.training_helpers import (
@@ -15,6 +17,7 @@ from tests.training_helpers import (
     double,
     gradients,
     loss_of,
+    same,
     sgd,
     weights,
     whole_batch,
@@ -22,7 +25,7 @@ from tests.training_helpers import (
 from torch import nn
 
 import sherd
-from sherd import ConfigError
+from sherd import ConfigError, SherdError
 
 
 def mine(c, step=0):
@@ -227,3 +230,32 @@ def failed_early():
 
 def test_training_goes_on_after_a_backward_that_failed_before_any_gradient(ranks):
     ranks(2).run(failed_early)
+
+
+def failed_late():
+    """The second backward of a step fails, on all ranks, when the first of its gradients have been exchanged."""
+    for strategy, accumulate_at in EVERYWHERE:
+        with connected() as c:
+            model, optimizer = distributed(c, strategy, double, bucket_bytes=1024, accumulate_at=accumulate_at)
+            for step in range(2):  # the order of buckets is learned: they are exchanged as they come
+                loss_of(model, mine(c, step)).backward()
+                if step == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            before = weights(model)
+            model[0].weight.register_hook(fail)
+            with pytest.raises(ValueError, match="no way back"):
+                loss_of(model, mine(c, 2)).backward()
+            for call in (optimizer.step, partial(sherd.clip_grad_norm_, model, 1.0)):
+                with pytest.raises(SherdError, match=r"an earlier backward failed \(no way back\) after gradients had"):
+                    call()
+            same(weights(model), before, strategy)
+            optimizer.zero_grad()
+
+
+def fail(_):
+    raise ValueError("no way back")
+
+
+def test_no_step_is_taken_with_half_a_gradient(ranks):
+    ranks(2).run(failed_late)

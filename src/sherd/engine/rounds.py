@@ -152,17 +152,20 @@ class Rounds:
 
     def _check_round(self) -> None:
         """Refuse a round that cannot be right."""
-        if self._broken is not None:  # here: other models of this process may go on
-            raise SherdError(
-                f"rank {self._comm.rank}: an earlier backward failed ({self._broken}) after gradients had been "
-                f"exchanged, so the ranks no longer have the same; start again from a checkpoint"
-            )
+        self._refuse_broken()  # here: other models of this process may go on
         if not backward.under_way():
             raise SherdError(
                 f"rank {self._comm.rank}: this backward was not started by loss.backward() or torch.autograd.backward, "
                 f"so its end would go unnoticed; call one of these"
             )
         self._watch.check()
+
+    def _refuse_broken(self) -> None:
+        if self._broken is not None:
+            raise SherdError(
+                f"rank {self._comm.rank}: an earlier backward failed ({self._broken}) after gradients had been "
+                f"exchanged, so the ranks no longer have the same; start again from a checkpoint"
+            )
 
     @property
     def _reduces(self) -> bool:
@@ -186,23 +189,30 @@ class Rounds:
 
     def _reduce_rest(self) -> None:
         """Reduce what was not reduced during the backward, and agree with the other ranks on what there is."""
+        try:
+            self._reduce_and_agree()
+        except BaseException as error:
+            self._broken = error
+            raise
+
+    def _reduce_and_agree(self) -> None:
         op = self._weights.op
         self._scale_back()  # on a rank without a gradient in this round too
         with labelled(f"the end of a backward of step {self.number}"):
             self._collector.flush(op)
             self.gradients.settle()
-            late = self._agree(self._collector.late_buckets())
+            late = self._agree(self._collector.late())
             if any(late):
                 self._collector.launch_late(late, op)
                 self.gradients.settle()
-                self._agree([False] * len(late))
+                self._agree(self._collector.nothing_late())
             if not self._learned:
                 self._learn()
                 if any(late):
                     self._arrivals = []  # what is late depends on the packing: every strategy keeps its first one
 
     def _agree(self, late: Sequence[bool]) -> list[bool]:
-        """Tell the other ranks how it went here, and take over how it went everywhere; gives which buckets are late."""
+        """Tell the other ranks how it went here, and take over how it went everywhere; gives what is late."""
         weights, collector = self._weights, self._collector
         report = Report(
             step=self.number,
@@ -254,11 +264,12 @@ class Rounds:
 
     def settle(self) -> None:
         """Make the gradient whole: nothing is local any more, nothing under way, and weights are divided out."""
+        self._refuse_broken()
         changed = self._measured.edited.union(self.access.collect())
         if not self._backwards:
             # Nothing else would tell the other ranks, and one that has skipped a backward would go on by itself.
             with labelled(f"step {self.number} without a backward"):
-                self._agree([False] * len(self.layout.buckets))
+                self._agree(self._collector.nothing_late())
         if any(self.gradients.local(bucket) for bucket in range(len(self.layout.buckets))):
             self._collector.start()
             self._reduce_rest()

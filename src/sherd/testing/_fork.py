@@ -1,4 +1,4 @@
-"""Ranks forked by multiprocessing's fork server, which has torch imported already: they start in milliseconds."""
+"""Ranks forked by multiprocessing's fork server, which has imported torch and sherd: they start in milliseconds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _main(rank: int, control: socket.socket, prepare: Callable[..., None] | None
 def _context() -> multiprocessing.context.ForkServerContext:
     """The fork server's context. The server only imports: an operation would start threads, and a fork loses them."""
     context = multiprocessing.get_context("forkserver")
-    modules = ["torch", "torch.distributed", "sherd.testing._fork"]
+    modules = ["torch", "torch.distributed", "sherd.api", "sherd.testing._fork"]
     if "pytest" in sys.modules:
         modules.append("pytest")  # every rank imports the caller's main module and fn's: under pytest, both need it
     context.set_forkserver_preload(modules)  # only the first rank's matters: later the server is running already
