@@ -5,11 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import socket
 import sys
+import threading
 from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from sherd.ranks import worker
 from sherd.ranks.process import Process
+
+_asking = threading.RLock()
 
 
 def start(rank: int, control: socket.socket) -> tuple[Process, tuple[()]]:
@@ -21,9 +25,24 @@ def start_with(
     prepare: Callable[..., None] | None, args: tuple[Any, ...], rank: int, control: socket.socket
 ) -> tuple[Process, tuple[()]]:
     """The process of a rank that calls `prepare(*args)` before anything else."""
-    process = _context().Process(target=_main, args=(rank, control, prepare, args), name=f"rank {rank}")
+    _set_up_server()
+    process = _Forked(target=_main, args=(rank, control, prepare, args), name=f"rank {rank}")
     process.start()
     return process, ()
+
+
+class _Forked(ForkServerProcess):
+    """A process whose exit code no other thread can take away: starting one asks for those of all that there are, and
+    who asks second finds none."""
+
+    def start(self) -> None:
+        with _asking:
+            super().start()
+
+    @property
+    def exitcode(self) -> int | None:
+        with _asking:
+            return super().exitcode
 
 
 def _main(rank: int, control: socket.socket, prepare: Callable[..., None] | None, args: tuple[Any, ...]) -> None:
@@ -34,11 +53,10 @@ def _main(rank: int, control: socket.socket, prepare: Callable[..., None] | None
     worker.main(rank, control, parent.sentinel)
 
 
-def _context() -> multiprocessing.context.ForkServerContext:
-    """The fork server's context. The server only imports: an operation would start threads, and a fork loses them."""
-    context = multiprocessing.get_context("forkserver")
+def _set_up_server() -> None:
+    """The server only imports: an operation would start threads, and a fork loses them."""
     modules = ["torch", "torch.distributed", "sherd.api", "sherd.testing._fork"]
     if "pytest" in sys.modules:
         modules.append("pytest")  # every rank imports the caller's main module and fn's: under pytest, both need it
-    context.set_forkserver_preload(modules)  # only the first rank's matters: later the server is running already
-    return context
+    # Only the first rank's matters: later the server is running already.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)

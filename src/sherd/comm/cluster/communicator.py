@@ -37,6 +37,7 @@ from sherd.errors import CommError
 HEADER_TAG = 0
 FINGERPRINTS, NUMBERS = 1 << 18, 1 << 10  # that tags tell apart: they have 31 bits
 FINGERPRINT_BYTES = 8
+PATIENCE = 1.25
 MOVE_EVERY = 0.001  # seconds between looks while a neighbour may need this rank for something else
 _EMPTY = torch.empty(0)
 Inside = HostCommunicator | SoloCommunicator
@@ -78,8 +79,11 @@ class ClusterCommunicator(Communicator):
         again: Inside = SoloCommunicator(options)
         if local > 1:
             numbers = range(host * local, (host + 1) * local)
-            inside = HostCommunicator(link, options, numbers=numbers, turn=flat.turn)
-            again = HostCommunicator(link, options, inside, numbers, flat.turn)
+            # Who waits for a neighbour that waits for another host must not be the first to give up: it would name the
+            # neighbour, and then hears of the host.
+            patient = options.replace(timeout=PATIENCE * options.timeout, warn_after=options.warn_seconds)
+            inside = HostCommunicator(link, patient, numbers=numbers, turn=flat.turn)
+            again = HostCommunicator(link, patient, inside, numbers, flat.turn)
         return cls(flat, inside, again, column, options)
 
     # ---------------------------------------------------------------- groups, memory and life
