@@ -19,7 +19,7 @@ class Trained:
 
     def __init__(self, inventory: Inventory, world: int, group: int, bucket_bytes: int | None) -> None:
         self.inventory = inventory
-        self.bucket_numel = inventory.bucket_numel(bucket_bytes)
+        self.bucket_numel = inventory.bucket_numel(bucket_bytes, crosses=group < world)
         self.indices = inventory.trainable()
         self.names = [inventory.names[index] for index in self.indices]
         self.parameters: list[nn.Parameter] = [inventory.parameters[index] for index in self.indices]
