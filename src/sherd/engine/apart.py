@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 _C: Any = torch._C
+
+
+def unnoticed() -> AbstractContextManager[Any]:
+    """What is asked of tensors inside is not known to their classes: being asked costs one that is gathered on use 20
+    microseconds, and there are hundreds of questions in a step. Not for their elements, which may not be there."""
+    context: AbstractContextManager[Any] = _C.DisableTorchFunctionSubclass()
+    return context
 
 
 @contextmanager

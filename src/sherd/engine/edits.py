@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sherd.comm import Communicator
+from sherd.engine.apart import unnoticed
 from sherd.engine.inventory import Inventory
 from sherd.engine.stores import ParameterStore
 from sherd.errors import Diverged, SherdError
@@ -54,7 +55,8 @@ class EditGuard:
 
     def _look(self) -> list[Look]:
         place = self._store.place
-        return [Look(p._version, place(index), p.dtype, p.shape) for index, p in enumerate(self._parameters)]
+        with unnoticed():
+            return [Look(p._version, place(index), p.dtype, p.shape) for index, p in enumerate(self._parameters)]
 
     def _check_look(self, index: int, look: Look, before: Look) -> None:
         moved = look.place != before.place and self._store.owns_memory

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sherd.comm import Handle, labelled
+from sherd.engine.apart import unnoticed
 from sherd.engine.entry import dtype_of
 from sherd.engine.flat import carve, numel_by_dtype
 from sherd.engine.gathering import Gathering
@@ -62,7 +63,7 @@ class GatheredStore(ParameterStore):
 
     def place(self, index: int) -> object:
         parameter = self._parameters[index]
-        with torch._C.DisableTorchFunctionSubclass():
+        with unnoticed():
             bucket = self.bucket_of(parameter)
             return parameter.data_ptr() if bucket is None else (bucket, parameter.storage_offset())
 

@@ -42,6 +42,7 @@ class HostGatheredStore(GatheredStore):
         released, self._released = self._released, []
         fetches = [self._fetches[each] for each in released]
         self._fetches[bucket] += 1
+        self._pages[bucket].acquire()
         what = self._names[bucket] + (f" after the release of {released}" if released else "")
         handle = self._mesh.gather(self._rows[bucket], self._pages[bucket].memory, what)
 

@@ -18,6 +18,7 @@ from sherd.engine.flat import with_own_storage
 
 _PAGE = mmap.PAGESIZE
 _MADV_REMOVE = 9
+_MADV_POPULATE_WRITE = 23  # not known to kernels before 5.14
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -46,7 +47,7 @@ class PrivatePages:
         self.memory = torch.frombuffer(self._map, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
 
     def acquire(self) -> None:
-        return
+        _populate(self.memory)
 
     def release(self) -> None:
         self._map.madvise(mmap.MADV_DONTNEED)
@@ -60,12 +61,11 @@ class SharedPages:
         self.memory = with_own_storage(memory)
 
     def acquire(self) -> None:
-        return
+        _populate(self.memory)
 
     def release(self) -> None:
         """For all of these ranks."""
-        nbytes = round_up(self.memory.nbytes)
-        if nbytes and _libc.madvise(ctypes.c_void_p(self.memory.data_ptr()), ctypes.c_size_t(nbytes), _MADV_REMOVE):
+        if _advise(self.memory, _MADV_REMOVE):
             raise OSError(ctypes.get_errno(), "madvise(MADV_REMOVE) failed on shared memory")
 
 
@@ -95,6 +95,16 @@ def resident_bytes(memory: Tensor) -> int:
     if count and _libc.mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), found):
         raise OSError(ctypes.get_errno(), "mincore failed")
     return sum(page & 1 for page in found) * _PAGE
+
+
+def _populate(memory: Tensor) -> None:
+    """Have all pages at once, which takes less than a fault for each; a kernel that cannot do so makes them later."""
+    _advise(memory, _MADV_POPULATE_WRITE)
+
+
+def _advise(memory: Tensor, advice: int) -> int:
+    nbytes = round_up(memory.nbytes)
+    return _libc.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(nbytes), advice) if nbytes else 0
 
 
 def in_pages(sizes: Sequence[int]) -> list[int]:

@@ -17,6 +17,7 @@ from sherd.comm import Communicator, labelled
 from sherd.config import StepOptions
 from sherd.engine import backward
 from sherd.engine.agreement import Report, agree, agree_on_edits
+from sherd.engine.apart import unnoticed
 from sherd.engine.choices import AccumulateAt, Choices, Gradients
 from sherd.engine.collector import Collector
 from sherd.engine.entry import dtype_name
@@ -125,7 +126,8 @@ class Rounds:
 
     def begin_round(self) -> None:
         parameters = self._trained.inventory.parameters
-        unfrozen = [index for index in self._frozen if parameters[index].requires_grad]
+        with unnoticed():
+            unfrozen = [index for index in self._frozen if parameters[index].requires_grad]
         if unfrozen and not self._comm.closed:  # this backward may be that of another model
             self._unfreeze(unfrozen)
         self._measured.edited.update(self.access.hide())
@@ -214,6 +216,8 @@ class Rounds:
     def _agree(self, late: Sequence[bool]) -> list[bool]:
         """Tell the other ranks how it went here, and take over how it went everywhere; gives what is late."""
         weights, collector = self._weights, self._collector
+        with unnoticed():
+            trainable = [parameter.requires_grad for parameter in self._trained.parameters]
         report = Report(
             step=self.number,
             backwards=self._backwards,
@@ -224,7 +228,7 @@ class Rounds:
             edited=self._watch.edited,
             late=late,
             used=collector.used,
-            trainable=[parameter.requires_grad for parameter in self._trained.parameters],
+            trainable=trainable,
         )
         agreed = agree(self._comm, report, self._trained.names)
         self._watch.agreed(agreed, self.number)

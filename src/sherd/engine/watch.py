@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from sherd.comm import Communicator, labelled
 from sherd.engine.agreement import Agreement
+from sherd.engine.apart import unnoticed
 from sherd.engine.edits import EditGuard, compare_values
 from sherd.engine.inventory import Inventory
 from sherd.engine.settings import compare_optimizers, hash_of, settings_of
@@ -26,9 +27,10 @@ class Watch:
     def check(self) -> None:
         """Raise if something was done to the model on this rank that cannot be right."""
         self._guard.check()
-        for name, parameter in zip(self._inventory.names, self._inventory.parameters, strict=True):
-            hooks: Any = parameter._post_accumulate_grad_hooks
-            if hooks and len(hooks) > 1:  # one is the engine's
+        with unnoticed():
+            hooks: list[Any] = [parameter._post_accumulate_grad_hooks for parameter in self._inventory.parameters]
+        for name, its in zip(self._inventory.names, hooks, strict=True):
+            if its and len(its) > 1:  # one is the engine's
                 raise SherdError(
                     f"rank {self._comm.rank}: parameter {name!r} has a hook of register_post_accumulate_grad_hook, "
                     f"which would find no gradient: it is on its way to the other ranks; use p.grad after backward(), "
