@@ -134,15 +134,17 @@ def held_once():
             model(inputs(number, 4, WIDTH)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        kept = [store.bytes(), store.gathered_bytes(), len(store.gathering.gathered)]
+        kept = [store.bytes(), store.gathered_bytes() if c.host.rank == 0 else None, len(store.gathering.gathered)]
         return [sum(each) for each in seen], kept, training_of(model).engine.layout.padded_numel * 4
 
 
 def test_a_host_keeps_its_share_and_the_window(ranks):
     for seen, kept, padded in ranks(4).run(on_hosts, 2, held_once):
-        assert kept == [padded // 4, 0, 0]  # nothing is gathered after a step
-        # What is released goes when all ranks of the host have gathered something else, of which two are ahead.
-        assert WINDOW <= max(seen) <= 2 * WINDOW
+        room = WINDOW * 2 * 4096  # each of these buckets takes two pages
+        assert kept[0] == padded // 4
+        assert kept[1] in (None, room)
+        assert kept[2] == 0  # nothing is gathered after a step
+        assert max(seen) == WINDOW
 
 
 def reads_alone(victim):
@@ -165,7 +167,7 @@ def reads_alone(victim):
 def test_a_rank_that_uses_a_layer_alone_is_named_and_nobody_reads_what_is_gone(ranks, victim):
     with pytest.raises(RankFailed, match="Diverged") as caught:
         ranks(4).run(on_hosts, 2, reads_alone, victim)
-    assert "release of" in str(caught.value)
+    assert "into shared tensor" in str(caught.value)
 
 
 def edits_in_place():

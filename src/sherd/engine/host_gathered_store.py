@@ -1,22 +1,22 @@
 """Parameters of which a host keeps its share, gathered on use by its ranks together: once, into memory that they share.
 
-What one rank releases another may still read. All of them have released it when they have all begun to gather
-something else since; the first of them then lets the memory go. That they release the same is compared with each
-gathering, as what they gather is.
+That memory consists of *slots*. A bucket is gathered into a slot that is free, and appears at its own address on each
+rank for as long as that rank uses it. A rank that has released it may be ahead of another that still reads it; it can
+take the slot for another bucket all the same, since nothing is written before all ranks of the host have begun to
+gather that: by then they have all released what was there before. Which slot it is, is compared as all of the call is.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from sherd.comm import Handle, Together
+from sherd.comm import Handle
 from sherd.engine.entry import ITEMSIZE, dtype_of
 from sherd.engine.gathered_store import GatheredStore
-from sherd.engine.pages import Pages, SharedPages, in_pages
+from sherd.engine.pages import AliasPages, Pages, round_up
 from sherd.engine.slicing import Bucket
 from sherd.errors import SherdError
 
@@ -27,34 +27,38 @@ class HostGatheredStore(GatheredStore):
     shared = True
 
     def _take_over(self) -> list[Tensor]:
-        self._released: list[int] = []  # since something was gathered last
-        self._fetches: Counter[int] = Counter()
+        self._slots: list[Tensor] = []
+        self._free: set[int] = set()
+        self._slot_of: dict[int, int] = {}
         return super()._take_over()
 
     def _make_pages(self, buckets: Sequence[Bucket]) -> Sequence[Pages]:
-        sizes = [bucket.numel * ITEMSIZE[bucket.dtype] for bucket in buckets]
-        starts = in_pages(sizes)
-        memory = self._mesh.shard.shared_tensor(starts[-1], dtype=torch.uint8)
-        parts = [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-        return [SharedPages(p.view(dtype_of(b.dtype))) for p, b in zip(parts, buckets, strict=True)]
+        self._aliases = [AliasPages(bucket.numel, dtype_of(bucket.dtype)) for bucket in buckets]
+        return self._aliases
 
     def _fetch(self, bucket: int) -> Handle:
-        released, self._released = self._released, []
-        fetches = [self._fetches[each] for each in released]
-        self._fetches[bucket] += 1
-        self._pages[bucket].acquire()
-        what = self._names[bucket] + (f" after the release of {released}" if released else "")
-        handle = self._mesh.gather(self._rows[bucket], self._pages[bucket].memory, what)
-
-        def let_go() -> None:
-            for each, before in zip(released, fetches, strict=True):
-                if self._fetches[each] == before:
-                    self._pages[each].release()
-
-        return Together([handle], self._pages[bucket].memory, let_go if self._first else lambda: None)
+        slot = self._slot_of[bucket] = self._take_slot(bucket)
+        described, memory = self._layout.buckets[bucket], self._slots[slot]
+        self._aliases[bucket].show(memory)
+        whole = memory.view(dtype_of(described.dtype))[: described.numel]
+        return self._mesh.gather(self._rows[bucket], whole, self._names[bucket])
 
     def _release(self, bucket: int) -> None:
-        self._released.append(bucket)
+        super()._release(bucket)
+        self._free.add(self._slot_of.pop(bucket))
+
+    def _take_slot(self, bucket: int) -> int:
+        """The smallest slot that is free and large enough, or a new one. Ranks that did the same take the same."""
+        described = self._layout.buckets[bucket]
+        nbytes = round_up(described.numel * ITEMSIZE[described.dtype])
+        # Not one of twice the size: a large bucket would need another one then.
+        fits = [slot for slot in self._free if nbytes <= self._slots[slot].nbytes < 2 * nbytes]
+        if not fits:
+            self._slots.append(self._mesh.shard.shared_tensor(nbytes, dtype=torch.uint8))
+            return len(self._slots) - 1
+        slot = min(fits, key=lambda each: (self._slots[each].nbytes, each))
+        self._free.discard(slot)
+        return slot
 
     def _write_back(self, bucket: int) -> None:
         raise SherdError(
@@ -63,8 +67,4 @@ class HostGatheredStore(GatheredStore):
         )
 
     def gathered_bytes(self) -> int:
-        return super().gathered_bytes() if self._first else 0
-
-    @property
-    def _first(self) -> bool:
-        return self._mesh.shard.host.rank == 0
+        return sum(slot.nbytes for slot in self._slots) if self._mesh.shard.host.rank == 0 else 0

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sherd.engine.flat import with_own_storage
-
 _PAGE = mmap.PAGESIZE
-_MADV_REMOVE = 9
-_MADV_POPULATE_WRITE = 23  # not known to kernels before 5.14
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # not known to kernels before 5.14
+_MREMAP_MAYMOVE, _MREMAP_FIXED, _MAP_FIXED = 1, 2, 0x10
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mremap.restype = _libc.mmap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 
 
 class Pages(Protocol):
@@ -47,26 +47,38 @@ class PrivatePages:
         self.memory = torch.frombuffer(self._map, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
 
     def acquire(self) -> None:
-        _populate(self.memory)
+        _populate(self.memory, _MADV_POPULATE_WRITE)
 
     def release(self) -> None:
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
-class SharedPages:
-    """A part of memory that the ranks of a host share, at one address on each of them."""
+class AliasPages:
+    """An address at which memory that ranks share can appear: a second way to it, which comes and goes."""
 
-    def __init__(self, memory: Tensor) -> None:
-        """`memory` begins with a page, and nothing else is on its last one."""
-        self.memory = with_own_storage(memory)
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        self._nbytes = max(round_up(numel * dtype.itemsize), _PAGE)
+        self._map = mmap.mmap(-1, self._nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.memory = torch.frombuffer(self._map, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def show(self, memory: Tensor) -> None:
+        """Have `memory`, which begins with a page of shared memory and is as large, appear here."""
+        # Of a shared mapping, the part that begins there is mapped once more if it is said to have no length.
+        flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
+        if _libc.mremap(memory.data_ptr(), 0, self._nbytes, flags, self._address) != self._address:
+            raise OSError(ctypes.get_errno(), "mremap of shared memory failed")
+        _populate(self.memory, _MADV_POPULATE_READ)
 
     def acquire(self) -> None:
-        _populate(self.memory)
+        return
 
     def release(self) -> None:
-        """For all of these ranks."""
-        if _advise(self.memory, _MADV_REMOVE):
-            raise OSError(ctypes.get_errno(), "madvise(MADV_REMOVE) failed on shared memory")
+        """Here are zeros from now on. The memory itself stays."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        if _libc.mmap(self._address, self._nbytes, protection, flags, -1, 0) != self._address:
+            raise OSError(ctypes.get_errno(), "mmap failed")
 
 
 class DevicePages:
@@ -97,22 +109,10 @@ def resident_bytes(memory: Tensor) -> int:
     return sum(page & 1 for page in found) * _PAGE
 
 
-def _populate(memory: Tensor) -> None:
+def _populate(memory: Tensor, advice: int) -> None:
     """Have all pages at once, which takes less than a fault for each; a kernel that cannot do so makes them later."""
-    _advise(memory, _MADV_POPULATE_WRITE)
-
-
-def _advise(memory: Tensor, advice: int) -> int:
-    nbytes = round_up(memory.nbytes)
-    return _libc.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(nbytes), advice) if nbytes else 0
-
-
-def in_pages(sizes: Sequence[int]) -> list[int]:
-    """Where parts of these sizes begin, in bytes, if each has pages of its own; last, where all of them end."""
-    starts = [0]
-    for nbytes in sizes:
-        starts.append(starts[-1] + round_up(nbytes))
-    return starts
+    if memory.numel():
+        _libc.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(round_up(memory.nbytes)), advice)
 
 
 def round_up(nbytes: int) -> int:

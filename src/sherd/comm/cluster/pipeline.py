@@ -110,24 +110,29 @@ class Pipeline:
 
     def move_all(self) -> int:
         """Do what can be done without waiting; the number of operations that are left."""
-        if not self._moving:
+        if self._operations and not self._moving:  # no context manager: this is called thousands of times in a second
             self._moving = True
             try:
-                with self._failing():
-                    self._move()
+                self._move()
+            except BaseException as error:
+                self._fail(error)
+                raise
             finally:
                 self._moving = False
         return len(self._operations)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Whatever fails is the end of everything that is under way."""
         try:
-            with self._trouble.spread():
-                yield
-        except BaseException:
-            self.abandon()
+            yield
+        except BaseException as error:
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Whatever fails is the end of everything that is under way."""
+        self._trouble.tell(error)
+        self.abandon()
 
     def _move(self) -> None:
         least = sys.maxsize  # phases that all earlier operations have started

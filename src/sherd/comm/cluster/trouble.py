@@ -35,9 +35,13 @@ class Trouble:
         try:
             yield
         except BaseException as error:
-            if self._broken is None:
-                fault = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
-                self._broken = str(fault)
-                for part in self._parts:
-                    part.fail(fault)
+            self.tell(error)
             raise
+
+    def tell(self, error: BaseException) -> None:
+        """Let ranks that wait elsewhere hear of what went wrong."""
+        if self._broken is None:
+            fault = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
+            self._broken = str(fault)
+            for part in self._parts:
+                part.fail(fault)
