@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
 
 import pytest
+import torch
 from tests.test_cluster import on_hosts
 from tests.test_gathered import LAYER, WAYS, WIDTH, both, deep, inputs
 from tests.training_helpers import adamw, all_same, batch, connected, loss_of, network, sgd, weights
+from torch import nn
 
 import sherd
 from sherd import ConfigError, RankFailed
@@ -147,6 +151,53 @@ def test_a_host_keeps_its_share_and_the_window(ranks):
         assert max(seen) == WINDOW
 
 
+class Mixed(nn.Module):
+    """Dtypes that share no bucket, of which one has no elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.plain = nn.Linear(15, 7, dtype=torch.float64), nn.Linear(7, 5)
+        self.empty = nn.Parameter(torch.empty(0, 8, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        return self.plain(self.wide(x.double()).float()) + self.empty.sum()
+
+
+def mixed():
+    torch.manual_seed(0)
+    return Mixed()
+
+
+def mixtures():
+    with connected("cluster") as c:
+        all_same(both(c, mixed, lambda model, number: loss_of(model, batch(c.rank, number)), gathered="zero3"))
+
+
+def test_dtypes_and_parameters_without_elements(ranks):
+    ranks(4).run(on_hosts, 2, mixtures)
+
+
+def forked():
+    with connected("cluster") as c:
+        model = network()
+        model, _ = sherd.distribute(model, sgd(model), strategy="zero3", comm=c)
+        model(torch.zeros(1, 15))
+        c.barrier().wait()
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(BaseException):
+                try:
+                    model[0].weight.sum()
+                except sherd.SherdError as error:
+                    os._exit(0 if "forked" in str(error) else 2)
+            os._exit(1)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_process_does_not_read_what_ranks_gather(ranks):
+    assert ranks(4).run(on_hosts, 2, forked) == [0] * 4
+
+
 def reads_alone(victim):
     with connected("cluster", timeout=15.0) as c:
         model = deep()
@@ -177,8 +228,9 @@ def edits_in_place():
         model, optimizer = sherd.distribute(model, sgd(model), strategy="zero3", comm=c)
         step(model, optimizer, batch(c.rank, 0))
         model[0].weight.data.mul_(0.5)
-        with pytest.raises(sherd.SherdError, match=r"edited outside full_parameters"):
-            step(model, optimizer, batch(c.rank, 1))
+        for _ in range(2):
+            with pytest.raises(sherd.SherdError, match=r"edited outside full_parameters"):
+                step(model, optimizer, batch(c.rank, 1))
 
 
 def test_an_edit_of_what_the_ranks_of_a_host_share_is_refused(ranks):

@@ -13,6 +13,7 @@ the same model then do the same.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -21,6 +22,7 @@ import torch
 from sherd.comm import Handle, labelled
 from sherd.engine.apart import apart
 from sherd.engine.route import Route
+from sherd.errors import SherdError
 
 AHEAD = 2
 """Buckets that are gathered before they are needed."""
@@ -47,6 +49,7 @@ class Gathering:
         self._give_back = release
         self._write_back = write_back
         self._route = Route()
+        self._process = os.getpid()
         self._gathered: dict[int, Handle | None] = {}  # the least recently touched first; None: complete
         self._used: Counter[int] = Counter()
         self._edited: set[int] = set()
@@ -63,6 +66,11 @@ class Gathering:
 
     def touch(self, bucket: int) -> None:
         """Make a bucket whole, and what is expected after it on its way. Collective where it is not."""
+        if os.getpid() != self._process:
+            raise SherdError(
+                f"this process was forked from a rank and uses {self._names[bucket]}, which ranks gather together; "
+                f"give it a copy that was made before: copy.deepcopy(model)"
+            )
         moved = self._route.visit(bucket)
         if moved or bucket not in self._gathered:
             if torch._C._current_graph_task_id() == -1:
@@ -119,6 +127,11 @@ class Gathering:
         """Somebody wrote into these buckets while they were gathered."""
         self._edited.update(buckets)
 
+    @property
+    def edits(self) -> list[int]:
+        """Buckets that were edited and not written back yet."""
+        return sorted(self._edited)
+
     def drop(self, buckets: Iterable[int]) -> None:
         """Release these buckets, whoever may have pinned them: they are about to change."""
         for bucket in buckets:
@@ -155,7 +168,9 @@ class Gathering:
         handle = self._gathered.pop(bucket)
         if handle is not None:
             handle.wait()
-        if bucket in self._edited:
-            self._edited.discard(bucket)
-            self._write_back(bucket)
-        self._give_back(bucket)
+        try:
+            if bucket in self._edited:
+                self._edited.discard(bucket)
+                self._write_back(bucket)
+        finally:
+            self._give_back(bucket)

@@ -23,10 +23,13 @@ from sherd.engine.entry import ITEMSIZE, dtype_of
 from sherd.engine.flat import carve, numel_by_dtype
 from sherd.engine.layout import ShardLayout
 from sherd.engine.pieces import PADDING, Piece, cut_by_slice, largest_by_slice
-from sherd.engine.ring import Ring
+from sherd.engine.ring import SLOTS, Ring
 from sherd.engine.slicing import Bucket
 
 MAX_UNDER_WAY = 32
+MAX_ON_THE_WAY = 2 * SLOTS
+"""Of those that went through the ring. Their slots are free while partial sums of them still cross a network, in memory
+of the communicator's."""
 
 
 @dataclass
@@ -102,6 +105,8 @@ class RingGradients:
             self._pieces[bucket] = self._cut(described)
         pieces = self._pieces[bucket]
         for piece in pieces:
+            while len(self._under_way) >= MAX_ON_THE_WAY:
+                self._complete_oldest()
             slot = self._ring.take(piece.numel, dtype_of(described.dtype), self._release)
             own = self._fill(slot, piece)
             target = self.sums[bucket][piece.start : piece.stop]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from sherd.comm import Handle
-from sherd.engine.entry import ITEMSIZE, dtype_of
+from sherd.engine.entry import dtype_of
 from sherd.engine.gathered_store import GatheredStore
-from sherd.engine.pages import AliasPages, Pages, round_up
+from sherd.engine.pages import AliasPages, Pages
 from sherd.engine.slicing import Bucket
 from sherd.errors import SherdError
 
@@ -49,8 +49,7 @@ class HostGatheredStore(GatheredStore):
 
     def _take_slot(self, bucket: int) -> int:
         """The smallest slot that is free and large enough, or a new one. Ranks that did the same take the same."""
-        described = self._layout.buckets[bucket]
-        nbytes = round_up(described.numel * ITEMSIZE[described.dtype])
+        nbytes = self._aliases[bucket].nbytes
         # Not one of twice the size: a large bucket would need another one then.
         fits = [slot for slot in self._free if nbytes <= self._slots[slot].nbytes < 2 * nbytes]
         if not fits:
@@ -59,6 +58,11 @@ class HostGatheredStore(GatheredStore):
         slot = min(fits, key=lambda each: (self._slots[each].nbytes, each))
         self._free.discard(slot)
         return slot
+
+    def acquire(self) -> None:
+        for bucket in self.gathering.edits:
+            self._write_back(bucket)
+        super().acquire()
 
     def _write_back(self, bucket: int) -> None:
         raise SherdError(

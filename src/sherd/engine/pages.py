@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 from typing import Protocol
 
 import torch
@@ -17,9 +18,10 @@ _PAGE = mmap.PAGESIZE
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # not known to kernels before 5.14
 _MREMAP_MAYMOVE, _MREMAP_FIXED, _MAP_FIXED = 1, 2, 0x10
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mremap.restype = _libc.mmap.restype = ctypes.c_void_p
-_libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+if sys.platform == "linux":  # elsewhere no ranks share memory
+    _libc.mremap.restype = _libc.mmap.restype = ctypes.c_void_p
+    _libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 
 
 class Pages(Protocol):
@@ -57,8 +59,8 @@ class AliasPages:
     """An address at which memory that ranks share can appear: a second way to it, which comes and goes."""
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
-        self._nbytes = max(round_up(numel * dtype.itemsize), _PAGE)
-        self._map = mmap.mmap(-1, self._nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.nbytes = max(round_up(numel * dtype.itemsize), _PAGE)
+        self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.memory = torch.frombuffer(self._map, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
@@ -66,7 +68,7 @@ class AliasPages:
         """Have `memory`, which begins with a page of shared memory and is as large, appear here."""
         # Of a shared mapping, the part that begins there is mapped once more if it is said to have no length.
         flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
-        if _libc.mremap(memory.data_ptr(), 0, self._nbytes, flags, self._address) != self._address:
+        if _libc.mremap(memory.data_ptr(), 0, self.nbytes, flags, self._address) != self._address:
             raise OSError(ctypes.get_errno(), "mremap of shared memory failed")
         _populate(self.memory, _MADV_POPULATE_READ)
 
@@ -77,7 +79,7 @@ class AliasPages:
         """Here are zeros from now on. The memory itself stays."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        if _libc.mmap(self._address, self._nbytes, protection, flags, -1, 0) != self._address:
+        if _libc.mmap(self._address, self.nbytes, protection, flags, -1, 0) != self._address:
             raise OSError(ctypes.get_errno(), "mmap failed")
 
 

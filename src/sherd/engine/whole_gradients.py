@@ -127,6 +127,11 @@ class ReplicatedGradients(WholeGradients):
     ) -> tuple[Handle, Tensor | None]:
         return self._comm.all_reduce(slot, slot, op=op), slot
 
+    def _release(self, handle: Handle) -> None:
+        """The sum itself is in the slot, until it was added."""
+        while any(reduction.handle is handle for reduction in self._under_way):
+            self._complete_oldest()
+
     def _reduce_in_place(self, bucket: int, op: str) -> Handle:
         whole = self._buckets[bucket]
         return self._comm.all_reduce(whole, whole, op=op)
