@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -70,22 +70,18 @@ class CopyBack(Handle):
 
 
 class Together(Handle):
-    """Several operations as one, whose result is `result`. `then` is called once, when all of them are complete."""
+    """Several operations as one, whose result is `result`."""
 
-    __slots__ = ("_parts", "_then")
+    __slots__ = ("_parts",)
 
-    def __init__(self, parts: Sequence[Handle], result: Tensor, then: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, parts: Sequence[Handle], result: Tensor) -> None:
         self._parts = parts
-        self._then = then
         self.result = result
 
     def wait(self) -> Tensor:
         assert self.result is not None
-        if self._parts:
-            for part in self._parts:
-                part.wait()
-            self._parts = ()
-            self._then()
+        for part in self._parts:
+            part.wait()
         return self.result
 
     def done(self) -> bool:

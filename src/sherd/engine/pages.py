@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_PAGE = mmap.PAGESIZE
+from sherd.comm.host.memory import PAGE, round_up
+
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # not known to kernels before 5.14
 _MREMAP_MAYMOVE, _MREMAP_FIXED, _MAP_FIXED = 1, 2, 0x10
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -59,7 +60,7 @@ class AliasPages:
     """An address at which memory that ranks share can appear: a second way to it, which comes and goes."""
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
-        self.nbytes = max(round_up(numel * dtype.itemsize), _PAGE)
+        self.nbytes = max(round_up(numel * dtype.itemsize, PAGE), PAGE)
         self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.memory = torch.frombuffer(self._map, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
@@ -104,19 +105,14 @@ def make_pages(numel: int, dtype: torch.dtype, device: torch.device) -> Pages:
 
 def resident_bytes(memory: Tensor) -> int:
     """Bytes of the pages of `memory` that exist."""
-    count = round_up(memory.nbytes) // _PAGE
+    count = round_up(memory.nbytes, PAGE) // PAGE
     found = (ctypes.c_ubyte * count)()
     if count and _libc.mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), found):
         raise OSError(ctypes.get_errno(), "mincore failed")
-    return sum(page & 1 for page in found) * _PAGE
+    return sum(page & 1 for page in found) * PAGE
 
 
 def _populate(memory: Tensor, advice: int) -> None:
     """Have all pages at once, which takes less than a fault for each; a kernel that cannot do so makes them later."""
     if memory.numel():
-        _libc.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(round_up(memory.nbytes)), advice)
-
-
-def round_up(nbytes: int) -> int:
-    """Bytes of whole pages."""
-    return -(-nbytes // _PAGE) * _PAGE
+        _libc.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(round_up(memory.nbytes, PAGE)), advice)

@@ -48,8 +48,11 @@ class ZeRO(Strategy):
 
     def choose(self, comm: Communicator, device: torch.device) -> Choices:
         size = self._group_size(comm)
+        home = self._home(comm, device, size)
+        if home is Parameters.HOST:
+            size = comm.world  # the copy of a host is its ranks' own: no groups to make
         return Choices(
-            self._home(comm, device, size),
+            home,
             Gradients.WHOLE if self.stage == 1 else Gradients.SLICES,
             AccumulateAt.RANK if self.stage == 1 else AccumulateAt.OWNER,
             size,
