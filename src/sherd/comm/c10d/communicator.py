@@ -281,7 +281,8 @@ class C10dCommunicator(Communicator):
 
     def _begin(self, call: Call, payload: int) -> Callable[[], None]:
         self.counters.add(call.operation, payload, HEADER_BYTES * (self.world - 1) if self.options.check else 0)
-        deed = self._watchdog.enter(self._number, f"{call.text} at {site_text(self._site)}")
+        with self._breaking():
+            deed = self._watchdog.enter(self._number, f"{call.text} at {site_text(self._site)}")
         return lambda: self._watchdog.finish(deed)
 
     def _agree(self, call: Call) -> None:

@@ -3,7 +3,8 @@
 The backend's own waits end in an error that names nobody, or not at all. Here every rank says in the store what it last
 did (a thread publishes it once a second, so a rank that is busy elsewhere has still said it, and one that is stopped or
 cut off is silent); who waits looks every tenth of a second whether a peer has died, left or failed, and knows whom to
-name when it gives up.
+name when it gives up. A rank that was busy meanwhile hears of it in its next call, even if what others sent before they
+gave up would do to complete it.
 """
 
 from __future__ import annotations
@@ -50,23 +51,23 @@ class Watchdog:
         self._deed: dict[str, Any] = {"number": 0, "text": "", "since": time.time(), "inside": False, "left": False}
         self._published: dict[str, Any] = {}
         self._beat = 0  # counts what was published
+        self._news: CommError | None = None  # what another rank has reported while this one was busy
         self._beat_every = min(PUBLISH_EVERY, options.warn_seconds / 3)
         self._heard: dict[int, tuple[int, float]] = {}  # the last beat of every rank, and when it was new here
         self._known: dict[int, dict[str, Any]] = {}
         self._inquiry = Inquiry()
         self._ask = self._inquiry.ask
         self._stop = threading.Event()
-        arguments = (
-            weakref.ref(self),
-            self._stop,
-            self._beat_every,
-        )  # the thread must not keep alive what nobody else holds
-        threading.Thread(target=_publish_forever, args=arguments, name="sherd-watchdog", daemon=True).start()
+        # By a weak reference: the thread must not keep alive what nobody else holds.
+        arguments = (weakref.ref(self), self._stop, self._beat_every)
+        threading.Thread(target=_beat_forever, args=arguments, name="sherd-watchdog", daemon=True).start()
 
     # ---------------------------------------------------------------- what this rank does
 
     def enter(self, number: int, text: str) -> dict[str, Any]:
         """Note a call. `number` counts the collectives: by it ranks see who is behind."""
+        if self._news is not None:
+            raise self._news
         self._deed = {"number": number, "text": text, "since": time.time(), "inside": True, "left": False}
         return self._deed
 
@@ -243,6 +244,11 @@ class Watchdog:
                 self._heard[r] = (deed["beat"], time.monotonic())
         return self._known
 
+    def beat(self) -> None:
+        """What is done now and then, whatever this rank is busy with: tell the others, and hear of them."""
+        self.publish()
+        self._news = self._news or self._reported()
+
     def publish(self) -> None:
         """Tell the others what this rank last did if they do not know yet, and inside a call that it is still there."""
         if self._deed is not self._published or self._deed["inside"]:
@@ -255,12 +261,12 @@ class Watchdog:
         self._published = deed
 
 
-def _publish_forever(watchdog: weakref.ref[Watchdog], stop: threading.Event, seconds: float) -> None:
+def _beat_forever(watchdog: weakref.ref[Watchdog], stop: threading.Event, seconds: float) -> None:
     while not stop.wait(seconds):
         alive = watchdog()
         if alive is None:
             return
-        alive.publish()
+        alive.beat()
         del alive
 
 

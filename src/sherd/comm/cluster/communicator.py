@@ -351,7 +351,8 @@ class ClusterCommunicator(Communicator):
 
     def _begin(self, call: Call, payload: int) -> Callable[[], None]:
         self._flat._number, self._flat._site = self._number, self._site
-        done = self._flat._begin(call, 0)
+        with self._trouble.spread():
+            done = self._flat._begin(call, 0)
         self.counters.add(call.operation, payload, HEADER_BYTES * (self._hosts - 1) if self.options.check else 0)
         return done
 
