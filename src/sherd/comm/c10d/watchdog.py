@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from sherd.comm import faults
+from sherd.comm.c10d.guard import Guard
 from sherd.comm.c10d.inquiry import Inquiry
 from sherd.comm.host.peers import Peers
 from sherd.comm.progress import move_everything
@@ -37,7 +38,7 @@ _FAULTS: dict[str, type[CommError]] = {"diverged": Diverged, "lost": PeerLost, "
 
 
 class Watchdog:
-    """Watches the peers of one rank. `peers` are the processes it can see itself, those of its own host."""
+    """Watches the peers of one rank. `peers` are the processes it can see itself, those of its own host. Collective."""
 
     def __init__(
         self, store: Store, rank: int, names: Sequence[str], peers: Peers | None, options: CommOptions
@@ -46,7 +47,11 @@ class Watchdog:
         self._pid = os.getpid()
         self._rank = rank
         self._names = names
-        self._peers = peers
+        self._peers = peers or Peers({}, {})
+        before, after = (rank - 1) % len(names), (rank + 1) % len(names)
+        watched = None if before in self._peers else before
+        self._guard = Guard(self._store, rank, watched, after not in self._peers, options.timeout)
+        self._looking = threading.Lock()  # at those two: a thread beats, and another waits
         self._options = options
         self._deed: dict[str, Any] = {"number": 0, "text": "", "since": time.time(), "inside": False, "left": False}
         self._published: dict[str, Any] = {}
@@ -89,8 +94,9 @@ class Watchdog:
             self._deed = {**self._deed, "inside": False, "left": True}
             self.publish()
             self._ask(lambda: self._store.add("left", 1))
-            if self._peers:
+            with self._looking:
                 self._peers.close()
+                self._guard.close()
 
     # ---------------------------------------------------------------- waiting
 
@@ -158,7 +164,8 @@ class Watchdog:
 
     def _gone(self, needed: Sequence[int]) -> list[int]:
         """Ranks that died, and those among `needed` that left."""
-        dead = self._peers.dead() if self._peers else []
+        with self._looking:
+            dead = [*self._peers.dead(), *self._guard.dead()]
         if not dead and not self._ask(lambda: self._store.add("left", 0)):
             return []
         left = [r for r, deed in self._deeds().items() if deed["left"]]
@@ -187,7 +194,7 @@ class Watchdog:
         ends = []
         for r in ranks:
             left = deeds.get(r, {}).get("left")
-            end = "left" if left or not self._peers else self._peers.how_it_ended(r)
+            end = "left" if left else self._peers.how_it_ended(r) if r in self._peers else "ended"
             ends.append(f"{self._names[r]} {end}; it {self._deed_of(r)}")
         return self.report("lost", faults.lost(ends, f"{self._names[self._rank]} {_words(self._deed)}", ranks))
 
@@ -248,6 +255,8 @@ class Watchdog:
         """What is done now and then, whatever this rank is busy with: tell the others, and hear of them."""
         self.publish()
         self._news = self._news or self._reported()
+        if self._news is None and (gone := self._gone([])) and self._ask(lambda: True):  # who has left is known
+            self._news = self._lost(gone)
 
     def publish(self) -> None:
         """Tell the others what this rank last did if they do not know yet, and inside a call that it is still there."""

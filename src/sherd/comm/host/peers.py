@@ -25,13 +25,16 @@ class Peers:
         for fd in pidfds.values():
             self._poll.register(fd, select.POLLIN)
 
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._pids
+
     def dead(self) -> list[int]:
         """The ranks whose process has ended."""
         return sorted(self._rank_of[fd] for fd, _ in self._poll.poll(0) if fd in self._rank_of)
 
     def how_it_ended(self, rank: int) -> str:
         """ "was killed by SIGKILL", "exited with code 3" or "ended", whatever can still be known."""
-        status = _status_from_pidfd(self._fds[rank])
+        status = _status_from_pidfd(self._fds[rank]) if rank in self._fds else None
         if status is None:
             status = _status_from_proc(self._pids[rank])
         if status is None:
