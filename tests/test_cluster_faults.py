@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import time
 
 import pytest
+import torch
 from tests import test_faults, test_under_way
 from tests.test_cluster import on_hosts
 
+from sherd import CommOptions, SherdError, comm
 from sherd.testing import Died, run_ranks
 
 OPERATIONS = ("reduce_scatter", "all_gather", "all_reduce", "broadcast", "all_to_all", "barrier")
@@ -63,6 +67,30 @@ def test_a_rank_that_does_not_come_is_named_with_what_everyone_last_did(ranks, l
         assert "rank 1 on" in text.partition("did not come")[0], text
         assert "is in all_gather(float32[3]) at" in text
     assert "did not come" in results[1][0] or "left" in results[1][0]  # it hears of it when it comes
+
+
+def busy_while_another_dies(victim):
+    c = comm.connect(CommOptions(transport="cluster", timeout=test_faults.TIMEOUT, warn_after=0.3))
+    first, second = c.subgroup([0, 1]), c.subgroup([2, 3])
+    c.barrier().wait()
+    if c.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    c.all_reduce(torch.ones(300_000))  # under way, and nobody waits for it
+    time.sleep(1.0)
+    try:
+        c.barrier()
+    except SherdError as error:
+        told = str(error)
+    else:
+        told = "no error"
+    return told, first.all_reduce(torch.ones(3)).wait().tolist() if first and not second else None
+
+
+def test_a_busy_rank_hears_of_a_death_in_its_next_call_and_other_groups_go_on():
+    results = run_ranks(on_hosts, 4, 2, busy_while_another_dies, 3, timeout=50, expected_exits={3: -signal.SIGKILL})
+    for told, _ in results[:3]:
+        assert re.search(r"rank 3 on \S+ as b \(pid \d+\)", told), told
+    assert [total for _, total in results[:2]] == [[2.0] * 3] * 2
 
 
 @pytest.mark.parametrize("local", [1, 2])

@@ -98,6 +98,8 @@ def attempt(hosts, transport, what, victim):
         c = comm.connect(CommOptions(transport=transport, timeout=TIMEOUT, warn_after=WARN_AFTER))
         numel = 1_000_000 * c.world
         c.all_reduce(torch.ones(100)).wait()
+        if what == "kill":
+            time.sleep(0.3)  # all have found whom they watch
         handle = c.all_reduce(torch.ones(numel))  # under way
         if what == "pause":
             time.sleep(0.8)  # all have said that they are in this call: nobody is behind

@@ -43,7 +43,7 @@ def connect(options: CommOptions | None = None) -> Communicator:
     store = PrefixStore(f"sherd/{next(_connections)}", dist.distributed_c10d._get_default_store())
 
     def new_group(limit: timedelta) -> Wire:
-        return over_group(dist.new_group(timeout=limit, backend=backend_of()))
+        return over_group(dist.new_group(timeout=limit, backend=backend_of()), store)
 
     return join(store, dist.get_rank(), range(dist.get_world_size()), options, new_group)
 

@@ -9,56 +9,96 @@ connection per host is enough: who sees a process end tells everyone else.
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
+import errno
+import ipaddress
 import os
 import socket
 import weakref
-from datetime import timedelta
+from typing import Any
 
 from torch.distributed import Store, TCPStore
 
-log = logging.getLogger("sherd")
-CONNECT_WITHIN = 2.0  # seconds
 GOODBYE = b"goodbye"
+EVERYONE = 128  # that may wait to hear it
 
 
 class Guard:
-    """Watches the process of rank `watched`, and lets this one be watched if it `listens`; they meet in `store`.
+    """Watches the process of rank `watched` once it is told its door, and lets this one be watched if it `listens`.
 
-    A rank of the same host needs none of this. A firewall between the hosts costs no more than the early notice.
+    Nothing here waits. A firewall between the hosts costs no more than the early notice.
     """
 
-    def __init__(self, store: Store, rank: int, watched: int | None, listens: bool, timeout: float) -> None:
-        self._listener: socket.socket | None = None
-        self._connection: socket.socket | None = None
+    def __init__(self, store: Store, watched: int | None, listens: bool) -> None:
+        self._server = _server_of(store)
+        self._listener = _listen(self._server) if listens and self._server else None
         self._watched = watched
+        self._address: Any = None  # of the watched rank, as the socket module wants it, and its family
+        self._connection: socket.socket | None = None
+        self._met = False  # whether it was ever reached
         self._ended = False
-        if listens:
-            self._listener = _listen(_address_towards(_server_of(store)))
-            store.set(f"guard/{rank}", json.dumps(self._listener and self._listener.getsockname()[:2]))
-        if watched is not None:
-            self._connection = _connect(store, watched, timeout)
+        self.seeks = watched  # the rank whose door it has to be told
+
+    @property
+    def door(self) -> tuple[str, int] | None:
+        """Where this rank can be watched: an address, or "" for that of the store, and a port."""
+        if self._listener is None:
+            return None
+        address, port = self._listener.getsockname()[:2]
+        return "" if ipaddress.ip_address(address).is_unspecified else address, port
+
+    def watch(self, door: tuple[str, int] | None) -> None:
+        """Begin to watch the process behind `door`, if it has one."""
+        self.seeks = None
+        if door is not None:
+            with contextlib.suppress(OSError, UnicodeError):
+                where = door[0] or self._server, door[1]
+                family, _, _, _, address = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0]
+                self._address = family, address
+                self._call()
 
     def dead(self) -> list[int]:
         """The watched rank, if its process has ended without a goodbye."""
         if self._connection is not None:
-            try:
-                self._ended = not self._connection.recv(len(GOODBYE))
-            except BlockingIOError:
-                return []
-            except OSError:
-                self._ended = True
-            self._hang_up()
+            self._look(self._connection)
         return [self._watched] if self._ended and self._watched is not None else []
+
+    def _look(self, connection: socket.socket) -> None:
+        try:
+            said = connection.recv(len(GOODBYE))
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(connection, error.errno)
+        else:
+            self._lose(connection, 0 if said else errno.ECONNRESET)
+
+    def _lose(self, connection: socket.socket, why: int | None) -> None:
+        if self._connection is not connection:
+            return  # closed by this side, meanwhile
+        self._hang_up()
+        if why == errno.ECONNRESET:
+            # Something on the way may close what is idle. Who has ended is not there to be called again.
+            self._met = True
+            self._call()
+        elif why == errno.ECONNREFUSED:
+            self._ended = self._met
+
+    def _call(self) -> None:
+        family, address = self._address
+        self._connection = connection = socket.socket(family, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        why = connection.connect_ex(address)
+        if why not in (0, errno.EINPROGRESS):
+            self._lose(connection, why)
 
     def close(self) -> None:
         self._hang_up()
         if self._listener is not None:
             with contextlib.suppress(OSError):
-                caller, _ = self._listener.accept()
-                with caller:
-                    caller.send(GOODBYE)
+                while True:
+                    caller, _ = self._listener.accept()
+                    with caller:
+                        caller.send(GOODBYE)
             self._listener.close()
 
     def _hang_up(self) -> None:
@@ -67,27 +107,21 @@ class Guard:
             self._connection = None
 
 
-def _listen(address: str | None) -> socket.socket | None:
-    if address is None:
+def _listen(server: str) -> socket.socket | None:
+    """At this host's address on the way to `server`, which other hosts can reach as well."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(server, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as way:
+            way.connect(address)  # sends nothing
+            mine = way.getsockname()[0]
+        if ipaddress.ip_address(mine).is_loopback:  # the server is here, and others know where
+            mine = ""
+        listener = socket.create_server((mine, 0), family=family, backlog=EVERYONE)
+    except (OSError, UnicodeError, ValueError):
         return None
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family, backlog=1)
     listener.setblocking(False)
     _listeners.add(listener)
     return listener
-
-
-def _connect(store: Store, rank: int, timeout: float) -> socket.socket | None:
-    try:
-        store.wait([f"guard/{rank}"], timedelta(seconds=timeout))
-        address = json.loads(store.get(f"guard/{rank}"))
-        connection = socket.create_connection(tuple(address), CONNECT_WITHIN) if address else None
-    except (RuntimeError, OSError) as error:
-        log.debug("the end of rank %d may be noticed late: %s", rank, error)
-        return None
-    if connection is not None:
-        connection.setblocking(False)
-    return connection
 
 
 def _server_of(store: Store) -> str | None:
@@ -98,20 +132,6 @@ def _server_of(store: Store) -> str | None:
         store = store.underlying_store
     host: str = store.host
     return host
-
-
-def _address_towards(server: str | None) -> str | None:
-    """This host's own address on the way to `server`."""
-    if server is None:
-        return None
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(server, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as way:
-            way.connect(address)  # sends nothing
-            mine: str = way.getsockname()[0]
-            return mine
-    except OSError:
-        return None
 
 
 # A forked process must not hold the connection of the rank that it comes from.

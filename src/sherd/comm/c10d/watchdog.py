@@ -9,6 +9,7 @@ gave up would do to complete it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -27,13 +28,14 @@ from sherd.comm.c10d.inquiry import Inquiry
 from sherd.comm.host.peers import Peers
 from sherd.comm.progress import move_everything
 from sherd.config import CommOptions
-from sherd.errors import CommError, Diverged, PeerLost, TimedOut
+from sherd.errors import CommError, ConfigError, Diverged, PeerLost, TimedOut
 
 LOOK_EVERY = 0.1
 MOVE_EVERY = 0.005  # while something else is under way
 PUBLISH_EVERY = 1.0
 PATIENCE = 0.2
 EXPLAIN_WITHIN = 1.0
+SEEK_EVERY, SEEK = 0.005, 40
 _FAULTS: dict[str, type[CommError]] = {"diverged": Diverged, "lost": PeerLost, "late": TimedOut}
 
 
@@ -49,9 +51,10 @@ class Watchdog:
         self._names = names
         self._peers = peers or Peers({}, {})
         before, after = (rank - 1) % len(names), (rank + 1) % len(names)
-        watched = None if before in self._peers else before
-        self._guard = Guard(self._store, rank, watched, after not in self._peers, options.timeout)
-        self._looking = threading.Lock()  # at those two: a thread beats, and another waits
+        self._guard = Guard(store, None if before in self._peers else before, after not in self._peers)
+        self._store.set(f"door/{rank}", json.dumps(self._guard.door))
+        # A thread beats while another waits; either may be interrupted by what closes this.
+        self._looking = threading.RLock()
         self._options = options
         self._deed: dict[str, Any] = {"number": 0, "text": "", "since": time.time(), "inside": False, "left": False}
         self._published: dict[str, Any] = {}
@@ -84,7 +87,8 @@ class Watchdog:
         """Tell the others why this rank gives up. The first report stands."""
         text = json.dumps({"kind": kind, "rank": self._rank, "ranks": error.ranks, "text": str(error)})
         self._ask(lambda: self._store.compare_set("fault", "", text))
-        faults.emit_fault(error)
+        with contextlib.suppress(ConfigError):  # the events' stream may be closed, and what went wrong matters more
+            faults.emit_fault(error)
         return error
 
     def close(self) -> None:
@@ -166,7 +170,7 @@ class Watchdog:
         """Ranks that died, and those among `needed` that left."""
         with self._looking:
             dead = [*self._peers.dead(), *self._guard.dead()]
-        if not dead and not self._ask(lambda: self._store.add("left", 0)):
+        if not dead and (not needed or not self._ask(lambda: self._store.add("left", 0))):
             return []
         left = [r for r, deed in self._deeds().items() if deed["left"]]
         return [r for r in range(len(self._names)) if (r in left and r in needed) or (r in dead and r not in left)]
@@ -194,7 +198,8 @@ class Watchdog:
         ends = []
         for r in ranks:
             left = deeds.get(r, {}).get("left")
-            end = "left" if left else self._peers.how_it_ended(r) if r in self._peers else "ended"
+            with self._looking:
+                end = "left" if left else self._peers.how_it_ended(r) if r in self._peers else "ended"
             ends.append(f"{self._names[r]} {end}; it {self._deed_of(r)}")
         return self.report("lost", faults.lost(ends, f"{self._names[self._rank]} {_words(self._deed)}", ranks))
 
@@ -214,7 +219,7 @@ class Watchdog:
     def _silent(self, ranks: Sequence[int]) -> list[int]:
         """Those of `ranks` that were in a call and whose beats have stopped: they are stopped, or cut off."""
         now = time.monotonic()
-        silence = {r: now - when for r, (_, when) in self._heard.items() if self._known[r]["inside"]}
+        silence = {r: now - when for r, (_, when) in list(self._heard.items()) if self._known[r]["inside"]}
         return [r for r in ranks if r != self._rank and silence.get(r, 0.0) > 2 * self._beat_every]
 
     def _timed_out(self, seconds: float, missing: Sequence[int]) -> CommError:
@@ -245,18 +250,31 @@ class Watchdog:
             known = [r for r in range(len(self._names)) if self._store.check([f"deed/{r}"])]
             return {r: json.loads(self._store.get(f"deed/{r}")) for r in known}
 
-        self._known = self._ask(read) or self._known
-        for r, deed in self._known.items():
-            if self._heard.get(r, (-1, 0.0))[0] != deed["beat"]:
-                self._heard[r] = (deed["beat"], time.monotonic())
-        return self._known
+        with self._looking:
+            self._known = known = self._ask(read) or self._known
+            for r, deed in known.items():
+                if self._heard.get(r, (-1, 0.0))[0] != deed["beat"]:
+                    self._heard[r] = (deed["beat"], time.monotonic())
+        return known
 
     def beat(self) -> None:
         """What is done now and then, whatever this rank is busy with: tell the others, and hear of them."""
         self.publish()
+        self.seek()
         self._news = self._news or self._reported()
         if self._news is None and (gone := self._gone([])) and self._ask(lambda: True):  # who has left is known
             self._news = self._lost(gone)
+
+    def seek(self) -> bool:
+        """Watch the process that is this rank's to watch, if that has come; False if it has not."""
+        rank = self._guard.seeks
+        if rank is not None:
+            door = self._ask(lambda: self._store.check([f"door/{rank}"]) and self._store.get(f"door/{rank}"))
+            if not door:
+                return False
+            with self._looking:
+                self._guard.watch(json.loads(door))
+        return True
 
     def publish(self) -> None:
         """Tell the others what this rank last did if they do not know yet, and inside a call that it is still there."""
@@ -271,11 +289,16 @@ class Watchdog:
 
 
 def _beat_forever(watchdog: weakref.ref[Watchdog], stop: threading.Event, seconds: float) -> None:
-    while not stop.wait(seconds):
+    """Beat now and then; more often until the rank to be watched has come, as it is about to."""
+    sought = 0
+    while not stop.wait(SEEK_EVERY if sought < SEEK else seconds):
         alive = watchdog()
         if alive is None:
             return
-        alive.beat()
+        if sought < SEEK:
+            sought = SEEK if alive.seek() else sought + 1
+        else:
+            alive.beat()
         del alive
 
 

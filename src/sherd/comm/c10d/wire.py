@@ -80,20 +80,19 @@ class Wire:
         return work
 
 
-def over_group(group: dist.ProcessGroup) -> Wire:
-    """Over a group that torch.distributed has registered."""
+def over_group(group: dist.ProcessGroup, store: Store | None = None) -> Wire:
+    """Over a group that torch.distributed has registered. `store` is where its ranks meet, by default the group's own,
+    which torch gives to another group of the same name after it was destroyed."""
     ranks = dist.get_process_group_ranks(group)
-    return Wire(
-        group=group,
-        rank=dist.get_rank(group),
-        world=len(ranks),
-        store=dist.distributed_c10d._get_process_group_store(group),
-        device=torch.device("cpu" if "gloo" in dist.get_backend_config(group) else "cuda"),
-        world_ranks=ranks,
-        subgroup=lambda members, timeout: over_group(
-            dist.new_group([ranks[r] for r in members], timeout, use_local_synchronization=True, backend=backend_of())
-        ),
-    )
+    place = store or dist.distributed_c10d._get_process_group_store(group)
+
+    def subgroup(members: Sequence[int], timeout: timedelta) -> Wire:
+        world_ranks = [ranks[r] for r in members]
+        some = dist.new_group(world_ranks, timeout, use_local_synchronization=True, backend=backend_of())
+        return over_group(some, PrefixStore(some.group_name, place))
+
+    device = torch.device("cpu" if "gloo" in dist.get_backend_config(group) else "cuda")
+    return Wire(group, dist.get_rank(group), len(ranks), place, device, ranks, subgroup)
 
 
 def over_gloo(store: Store, rank: int, world_ranks: Sequence[int], timeout: timedelta) -> Wire:

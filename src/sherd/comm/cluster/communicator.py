@@ -94,12 +94,12 @@ class ClusterCommunicator(Communicator):
 
     def shared_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         self._trouble.check()
-        with self._trouble.spread():
+        with self._pipeline.failing():
             return self._inside.shared_tensor(*shape, dtype=dtype)
 
     def shared_buffers(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         self._trouble.check()
-        with self._trouble.spread():
+        with self._pipeline.failing():
             return self._inside.shared_buffers(*shape, dtype=dtype)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
@@ -110,7 +110,7 @@ class ClusterCommunicator(Communicator):
         self._pipeline.drain()
         hosts = {rank // self._locals for rank in ranks}
         whole = list(ranks) == [rank for rank in range(self.world) if rank // self._locals in hosts]
-        with self._trouble.spread():
+        with self._pipeline.failing():
             if len(hosts) > 1:
                 flat = self._flat.subgroup(ranks)
                 if whole and isinstance(flat, C10dCommunicator) and isinstance(self._inside, HostCommunicator):
@@ -351,7 +351,7 @@ class ClusterCommunicator(Communicator):
 
     def _begin(self, call: Call, payload: int) -> Callable[[], None]:
         self._flat._number, self._flat._site = self._number, self._site
-        with self._trouble.spread():
+        with self._pipeline.failing():
             done = self._flat._begin(call, 0)
         self.counters.add(call.operation, payload, HEADER_BYTES * (self._hosts - 1) if self.options.check else 0)
         return done
@@ -363,7 +363,7 @@ class ClusterCommunicator(Communicator):
             part, peer, payload = self._inside, peer % self._locals, 0
         part._site = self._site
         self.counters.add(call.operation, payload, 0)
-        with self._trouble.spread():
+        with self._pipeline.failing():
             return part._send(call, tensor, peer) if call.operation == "send" else part._recv(call, tensor, peer)
 
 

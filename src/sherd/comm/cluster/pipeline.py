@@ -80,7 +80,7 @@ class Pipeline:
 
     def issue(self, operation: ClusterOperation) -> ClusterOperation:
         """Start the first phase of an operation, which has no earlier one to wait for."""
-        with self._failing():
+        with self.failing():
             operation.step()
         self._operations.append(operation)
         self.move_all()
@@ -90,7 +90,7 @@ class Pipeline:
         """Run `operation` to its end, or so many of its phases, and those ahead of it as far as that takes."""
         while not self.try_complete(operation) and operation.started <= phases:
             behind = next(each for each in self._operations if each is operation or each.started <= phases)
-            with self._failing():
+            with self.failing():
                 for handle in behind.needs:
                     handle.wait()
 
@@ -122,7 +122,8 @@ class Pipeline:
         return len(self._operations)
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def failing(self) -> Iterator[None]:
+        """Whatever fails in here is the end of everything that is under way, and others hear of it."""
         try:
             yield
         except BaseException as error:
@@ -130,7 +131,6 @@ class Pipeline:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        """Whatever fails is the end of everything that is under way."""
         self._trouble.tell(error)
         self.abandon()
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Protocol
 
 from sherd.errors import CommClosed, CommError
@@ -28,15 +27,6 @@ class Trouble:
 
     def close(self) -> None:
         self._broken = self._broken or "it was closed"
-
-    @contextmanager
-    def spread(self) -> Iterator[None]:
-        """Ranks that wait elsewhere hear of what goes wrong in here."""
-        try:
-            yield
-        except BaseException as error:
-            self.tell(error)
-            raise
 
     def tell(self, error: BaseException) -> None:
         """Let ranks that wait elsewhere hear of what went wrong."""
