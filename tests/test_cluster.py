@@ -264,9 +264,9 @@ def test_which_hosts_get_it_by_themselves(ranks):
     assert all("on one host" in text for text in ranks(2).run(on_hosts, 2, chosen, {"transport": "cluster"}))
 
 
-def dropped():
+def dropped(transport):
     """A communicator that nobody holds is gone at once, and its ranks' peers hear of it."""
-    c = comm.connect(CommOptions(transport="cluster", timeout=30))
+    c = comm.connect(CommOptions(transport=transport, timeout=30))
     c.all_reduce(torch.ones(50_000)).wait()
     gone = weakref.ref(c)
     if c.rank == 1:
@@ -277,8 +277,9 @@ def dropped():
     return True
 
 
-def test_a_dropped_communicator_is_gone_at_once(ranks):
-    assert all(ranks(4).run(on_hosts, 2, dropped))
+@pytest.mark.parametrize("transport", ["cluster", "c10d"])
+def test_a_dropped_communicator_is_gone_at_once(ranks, transport):
+    assert all(ranks(4).run(on_hosts, 2, dropped, transport))
 
 
 def test_operations_leak_nothing(ranks):

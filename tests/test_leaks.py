@@ -7,12 +7,15 @@ import multiprocessing
 import os
 import signal
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore, ReduceOp
 
 from sherd import CommOptions, comm
+from sherd.comm.c10d.wire import over_gloo
 from sherd.errors import PeerLost
 from sherd.testing import run_ranks
 
@@ -151,3 +154,23 @@ def leave_from_a_fork():
 
 def test_forked_workers_do_no_harm(ranks):
     assert ranks(2).run(leave_from_a_fork) == [[2.0] * 3] * 2
+
+
+def test_a_forked_process_may_collect_a_group_that_it_inherited():
+    """A worker of a loader: it has the group and not its threads."""
+    wire = over_gloo(HashStore(), 0, [0], timedelta(seconds=10))
+    wire.all_reduce(torch.ones(2), ReduceOp.SUM).wait()
+    gc.collect()
+    gc.disable()
+    try:
+        circle = [wire]
+        circle.append(circle)
+        del wire, circle
+        child = os.fork()
+        if not child:
+            signal.alarm(10)
+            gc.collect()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        gc.enable()

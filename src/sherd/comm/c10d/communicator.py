@@ -13,8 +13,9 @@ from __future__ import annotations
 import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -90,6 +91,8 @@ class C10dHandle(Handle):
             self._wait(work)
             if self._work is work:  # while it waited, it may have been moved on
                 self._work = next(self._steps, None)
+        if self._work is None:
+            self._breaking = nullcontext  # no more of the communicator, which may hold this one
 
 
 class C10dCommunicator(Communicator):
@@ -283,7 +286,7 @@ class C10dCommunicator(Communicator):
         self.counters.add(call.operation, payload, HEADER_BYTES * (self.world - 1) if self.options.check else 0)
         with self._breaking():
             deed = self._watchdog.enter(self._number, f"{call.text} at {site_text(self._site)}")
-        return lambda: self._watchdog.finish(deed)
+        return partial(self._watchdog.finish, deed)
 
     def _agree(self, call: Call) -> None:
         """All ranks make this call, or all of them get an error."""

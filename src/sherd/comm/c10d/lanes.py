@@ -46,14 +46,14 @@ class Message(Handle):
         with self._failing():
             self._first = next(self._steps, None)
 
-    def run(self) -> None:
-        """The rest of it, on the lane's thread."""
+    def run(self) -> threading.Event:
+        """The rest of it, on the lane's thread, which then has to set what it gets."""
         with self._failing():
             if self._first is not None:
                 self._first.wait()
             for work in self._steps:
                 work.wait()
-        self._over.set()
+        return self._over
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -92,5 +92,6 @@ class Lane:
 
 def _run(messages: queue.SimpleQueue[Message | None]) -> None:
     while (message := messages.get()) is not None:
-        message.run()
-        del message
+        over = message.run()
+        del message  # first: once its rank hears of it, nobody but that holds what it holds
+        over.set()

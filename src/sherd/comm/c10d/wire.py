@@ -6,6 +6,8 @@ cost some microseconds more for each call.
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +25,12 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
+# A forked process has the groups of the rank that it comes from, but not their threads: whose end they would wait for
+# if they were collected there.
+_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+_inherited: list[Any] = []
+os.register_at_fork(after_in_child=lambda: _inherited.extend(_groups))
+
 NewGroup = Callable[[Sequence[int], timedelta], "Wire"]
 """new_group(ranks, timeout): a wire among some of the ranks; all of these call it."""
 
@@ -38,6 +46,9 @@ class Wire:
     device: torch.device
     world_ranks: Sequence[int]  # for messages
     subgroup: NewGroup
+
+    def __post_init__(self) -> None:
+        _groups.add(self.group)
 
     def all_gather(self, output: Tensor, input: Tensor) -> dist.Work:
         options = AllgatherOptions()
