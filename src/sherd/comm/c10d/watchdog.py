@@ -273,7 +273,8 @@ class Watchdog:
             if not door:
                 return False
             with self._looking:
-                self._guard.watch(json.loads(door))
+                if not self._stop.is_set():
+                    self._guard.watch(json.loads(door))
         return True
 
     def publish(self) -> None:
