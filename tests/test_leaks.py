@@ -6,6 +6,8 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -174,3 +176,27 @@ def test_a_forked_process_may_collect_a_group_that_it_inherited():
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
         gc.enable()
+
+
+COMING_BACK = """
+import time
+from sherd.comm.c10d.lanes import Lane, Message
+
+class Late:
+    def wait(self):
+        time.sleep({seconds})
+        print("came back", flush=True)
+
+lane = Lane("late")
+lane.add(Message(iter([Late()]), print, print))
+time.sleep(0.1)
+raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(("seconds", "printed"), [(0.4, "came back\n"), (60, "")])
+def test_a_process_waits_a_while_for_threads_in_the_backend_when_it_ends(seconds, printed):
+    """They would abort it; and one that does not come back keeps nobody."""
+    command = [sys.executable, "-c", COMING_BACK.format(seconds=seconds)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (3, printed, "")

@@ -7,8 +7,10 @@ each other before either receives.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +19,8 @@ from typing import Protocol
 from torch import Tensor
 
 from sherd.comm.handle import Handle
+
+AT_EXIT = 1.0  # seconds
 
 
 class Waitable(Protocol):
@@ -28,7 +32,7 @@ class Waitable(Protocol):
 class Message(Handle):
     """A send or receive on its lane. `watch` waits for it with an eye on the peers."""
 
-    __slots__ = ("_finished", "_first", "_over", "_steps", "_watch", "error")
+    __slots__ = ("_finished", "_first", "_steps", "_watch", "error", "over")
 
     def __init__(
         self, steps: Iterator[Waitable], watch: Callable[[Callable[[float], bool]], None], finished: Callable[[], None]
@@ -36,7 +40,7 @@ class Message(Handle):
         self._steps = steps
         self._watch = watch
         self._finished = finished
-        self._over = threading.Event()
+        self.over = threading.Event()
         self._first: Waitable | None = None
         self.error: BaseException | None = None
         self.result = None
@@ -46,14 +50,13 @@ class Message(Handle):
         with self._failing():
             self._first = next(self._steps, None)
 
-    def run(self) -> threading.Event:
-        """The rest of it, on the lane's thread, which then has to set what it gets."""
+    def run(self) -> None:
+        """The rest of it, on the lane's thread, which then has to say that it is `over`."""
         with self._failing():
             if self._first is not None:
                 self._first.wait()
             for work in self._steps:
                 work.wait()
-        return self._over
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -70,10 +73,10 @@ class Message(Handle):
         return self.result
 
     def done(self) -> bool:
-        return self._over.is_set()
+        return self.over.is_set()
 
     def _attempt(self, seconds: float) -> bool:
-        over = self._over.wait(seconds)
+        over = self.over.wait(seconds)
         if over and self.error is not None:
             raise self.error
         return over
@@ -90,8 +93,23 @@ class Lane:
         threading.Thread(target=_run, args=(messages,), name=name, daemon=True).start()
 
 
+_in_the_backend: set[threading.Event] = set()
+
+
 def _run(messages: queue.SimpleQueue[Message | None]) -> None:
     while (message := messages.get()) is not None:
-        over = message.run()
+        over = message.over
+        _in_the_backend.add(over)
+        message.run()
+        _in_the_backend.discard(over)
         del message  # first: once its rank hears of it, nobody but that holds what it holds
         over.set()
+
+
+@atexit.register
+def _let_them_come_back() -> None:
+    """A thread that comes back from the backend when the interpreter has gone aborts the process. After a fault, the
+    other ranks are about to end as well, and with them what it waits for."""
+    deadline = time.monotonic() + AT_EXIT
+    for over in list(_in_the_backend):
+        over.wait(max(deadline - time.monotonic(), 0))
