@@ -222,18 +222,25 @@ def test_a_rank_that_uses_a_layer_alone_is_named_and_nobody_reads_what_is_gone(r
 
 
 def edits_in_place():
-    """An edit that leaves no version to go by."""
+    """Edits that leave no version to go by, where a host gathers together."""
     with connected("cluster", timeout=15.0) as c:
-        model = network()
-        model, optimizer = sherd.distribute(model, sgd(model), strategy="zero3", comm=c)
-        step(model, optimizer, batch(c.rank, 0))
-        model[0].weight.data.mul_(0.5)
-        for _ in range(2):
-            with pytest.raises(sherd.SherdError, match=r"edited outside full_parameters"):
-                step(model, optimizer, batch(c.rank, 1))
+        found = {}
+        for strategy in ("ddp", "zero3"):
+            model = network()
+            model, optimizer = sherd.distribute(model, sgd(model), strategy=strategy, comm=c)
+            for number in range(3):
+                step(model, optimizer, batch(c.rank, number))
+                model[0].weight.data.mul_(0.5)
+                model[2].bias.data.untyped_storage()  # who has it can write without a call of torch
+            found[strategy] = weights(model)
+        all_same(found)
+        if c.rank == 2:
+            model[0].weight.data[0] += 1.0
+        with pytest.raises(sherd.Diverged, match=r"'0\.weight' was edited differently on rank 0 and rank 2"):
+            step(model, optimizer, batch(c.rank, 9))
 
 
-def test_an_edit_of_what_the_ranks_of_a_host_share_is_refused(ranks):
+def test_an_edit_of_what_the_ranks_of_a_host_gather_together_stays_a_ranks_own(ranks):
     ranks(4).run(on_hosts, 2, edits_in_place)
 
 

@@ -171,7 +171,8 @@ class StepOptions(Options):
     """Bytes of gradients that are reduced together. None: a share of the model, at most 2 MB."""
 
     check: str = "versions"
-    """How edits of shared parameters are found: by torch's "versions", or "edits": by checksums too."""
+    """Which edits of parameters are found where every rank has a copy: those that torch's "versions" show, or all
+    "edits", by checksums, which are then compared before each update. Where ranks share a copy all are found anyway."""
 
     def validate(self) -> None:
         at_least(self, "accumulate", 1)

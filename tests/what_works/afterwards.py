@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 
 import torch
-from tests.training_helpers import SHARDED, double, loss_of, sgd, train, weights
-from tests.what_works.cases import case, refused, together
+from tests.training_helpers import double, loss_of, sgd, train, weights
+from tests.what_works.cases import case, together
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.data import DataLoader, Dataset
@@ -141,20 +141,6 @@ def edited(run):
             model[0].weight.mul_(0.5)
     train(model, optimizer, run.batches(2, start=2))
     return weights(model)
-
-
-@refused(
-    "After distribute",
-    "Weights edited by every rank outside of it",
-    "they are shared, so edits would add up: edit them inside `with sherd.full_parameters(model):`",
-    match=r"'0\.weight' was edited outside full_parameters; .* edit it inside `with sherd\.full_parameters\(model\):`",
-    strategies=SHARDED,
-)
-def edited_outside(run):
-    model, optimizer = _distributed(run)
-    with torch.no_grad():
-        model[0].weight.mul_(0.5)
-    train(model, optimizer, run.batches())
 
 
 @case("After distribute", "Gradients of each row, by `torch.func.vmap` and `grad`", "of detached parameters")

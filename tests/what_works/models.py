@@ -351,7 +351,7 @@ def module_removed(run):
     "Models",
     "`model.to(dtype)` later",
     "convert it before `sherd.distribute`",
-    match=rf"'0\.weight' was moved out of .*; call model\.to\(\.\.\.\){BEFORE}",
+    match=rf"'0\.weight' is torch\.float.*; call model\.to\(\.\.\.\){BEFORE}",
 )
 def converted(run):
     _changed(run, lambda model: model.to(torch.float32))
@@ -361,7 +361,7 @@ def converted(run):
     "Models",
     "`model.half()` later",
     "convert it before `sherd.distribute`",
-    match=rf"'0\.weight' was moved out of .*; call model\.to\(\.\.\.\){BEFORE}",
+    match=rf"'0\.weight' is torch\.float.*; call model\.to\(\.\.\.\){BEFORE}",
 )
 def halved(run):
     _changed(run, lambda model: model.half())

@@ -12,7 +12,7 @@ from tests.what_works.cases import Case
 PAGE = Path(__file__).parents[2] / "docs" / "what-works.md"
 COMMAND = "make docs"
 SECTIONS = ("Loops", "Loaders", "Several models", "Freezing", "Models", "Buffers and batch norm", "Gradients")
-SECTIONS += ("After distribute", "Saving and loading")
+SECTIONS += ("Writing into parameters", "After distribute", "Saving and loading")
 """The order of the page; further sections follow, then what ranks may disagree on."""
 LAST = ("Ranks that disagree",)
 

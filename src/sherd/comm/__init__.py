@@ -12,7 +12,7 @@ which lets torch.distributed use them.
 
 from __future__ import annotations
 
-from sherd.comm.base import Communicator
+from sherd.comm.base import Backing, Communicator
 from sherd.comm.c10d.communicator import C10dCommunicator
 from sherd.comm.calls import labelled
 from sherd.comm.cluster.communicator import ClusterCommunicator
@@ -27,6 +27,7 @@ from sherd.config import CommOptions
 from sherd.errors import CodecFailed
 
 __all__ = [
+    "Backing",
     "C10dCommunicator",
     "Cast",
     "ClusterCommunicator",

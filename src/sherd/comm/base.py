@@ -35,6 +35,13 @@ if TYPE_CHECKING:
 _BARRIER = Call("barrier", "barrier()")
 
 
+class Backing(NamedTuple):
+    """The file that shared memory is mapped from, and where in it."""
+
+    fd: int
+    offset: int
+
+
 class Form(NamedTuple):
     """A call whose arguments were found right, and what it gives."""
 
@@ -217,6 +224,10 @@ class Communicator(ABC):
         Collective.
         """
         raise Unsupported(f"{self._self()} does not share memory between ranks; check `comm.shares_memory` first")
+
+    def backing(self, tensor: Tensor) -> Backing | None:
+        """Where a `shared_tensor` is mapped from, so that it can be mapped once more; None if no other rank maps it."""
+        return None
 
     def shared_buffers(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """One zeroed buffer per rank of `host`, all of them visible to all of those. Collective.

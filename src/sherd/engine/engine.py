@@ -24,11 +24,12 @@ from sherd.engine.edits import EditGuard
 from sherd.engine.gathered_store import GatheredStore
 from sherd.engine.gradients import RingGradients
 from sherd.engine.host_gathered_store import HostGatheredStore
+from sherd.engine.host_store import HostStore
 from sherd.engine.inventory import Inventory
 from sherd.engine.layout import ShardLayout
 from sherd.engine.mesh import Mesh
 from sherd.engine.rounds import Rounds
-from sherd.engine.stores import HostStore, ParameterStore, PrivateStore, ReplicaStore
+from sherd.engine.stores import ParameterStore, PrivateStore, ReplicaStore
 from sherd.engine.trained import Trained
 from sherd.engine.watch import Watch
 from sherd.errors import Diverged, SherdError
@@ -64,11 +65,11 @@ class Engine:
         self.mesh = Mesh.cut(comm, choices.shard_over)
         self.store = _STORES[choices.parameters](self.mesh, self.trained)
         self.store.from_leader(inventory.buffers)
-        self._guard = EditGuard(inventory, self.store, comm.rank, checksums=options.check == "edits")
+        self._guard = EditGuard(comm, inventory, self.store, checksums=options.check == "edits")
         watch = Watch(comm, inventory, self._guard, optimizer)
         self.rounds = Rounds(comm, self.trained, choices, options, watch, unfreeze=self._unfreeze)
         self._buffers = BufferSync(comm, inventory, options.sync_buffers)
-        self.editing = Editing(comm, inventory, self.store, self._guard)
+        self.editing = Editing(inventory, self.store, self._guard)
         self.on_growth: list[Callable[[], None]] = []
         """Called when parameters were unfrozen, which are then behind the others in `trained`."""
 
@@ -111,6 +112,8 @@ class Engine:
         """Parameters may be updated by their owners inside; gives which of them have a gradient."""
         self._guard.check()
         with labelled(f"step {self.steps}"):
+            if self._guard.compares:  # which also waits until nobody reads what is about to be updated
+                self._guard.compare_if_any(f"before the update of step {self.steps}")
             self.store.acquire()
             yield self.rounds.access.used
             self.store.publish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,6 +22,9 @@ ITEMSIZE = {
 }
 """Bytes per element, by torch's name of the dtype without `torch.`."""
 
+ALIGNMENT = 64
+"""Bytes. What torch's own allocator gives on a CPU; kernels take another way, with other bits, where they find less."""
+
 
 def dtype_of(name: str) -> torch.dtype:
     """The torch dtype of a name that entries use."""
@@ -34,11 +38,26 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """The dimensions of a dense tensor from the slowest to the fastest in memory; None if it is contiguous, or has gaps
-    or elements in common, so that it has to be copied."""
-    strides = tensor.stride()
-    order = tuple(sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension]))
-    return order if not tensor.is_contiguous() and tensor.permute(order).is_contiguous() else None
+    """The dimensions of a tensor from the slowest to the fastest in memory; None if that is the order of their numbers.
+
+    Kernels choose their way by strides, even by those of dimensions of size 1: a 1 x 1 convolution in channels_last has
+    the same elements at the same addresses as a contiguous one, and other bits on some CPUs. So these dimensions have
+    a place in the order too: at equal strides the inner one, which is where both formats have them.
+    """
+    shape, strides = tensor.shape, tensor.stride()
+    if any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True)) or not tensor.numel():
+        return None  # expanded, or empty: there is no order
+    order = tuple(sorted(range(tensor.dim()), key=lambda dimension: (-strides[dimension], shape[dimension] == 1)))
+    return None if order == tuple(range(tensor.dim())) else order
+
+
+def dense_strides(shape: Sequence[int], order: Sequence[int] | None) -> tuple[int, ...]:
+    """The strides of a dense tensor with its dimensions in this order."""
+    strides, step = [1] * len(shape), 1
+    for dimension in reversed(range(len(shape)) if order is None else order):
+        strides[dimension] = step
+        step *= max(shape[dimension], 1)
+    return tuple(strides)
 
 
 @dataclass(frozen=True)
@@ -83,10 +102,19 @@ class Entry:
 
     def shaped(self, flat: Tensor) -> Tensor:
         """The reverse: a view of the entry's shape."""
-        if self.order is None:
-            return flat.view(self.shape)
-        places = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return flat.view([self.shape[dimension] for dimension in self.order]).permute(places)
+        return flat.view(self.shape) if self.order is None else flat.as_strided(self.shape, self.strides)
+
+    def settled(self, tensor: Tensor) -> Tensor:
+        """A tensor of the entry's shape as every store would have it in memory: dense, in the entry's order of
+        dimensions, and aligned. The tensor itself, if it is so already."""
+        if tensor.stride() == self.strides and (tensor.device.type != "cpu" or tensor.data_ptr() % ALIGNMENT == 0):
+            return tensor
+        return torch.empty_strided(self.shape, self.strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """The strides of every tensor of this entry: parameter, gradient and optimizer state."""
+        return dense_strides(self.shape, self.order)
 
     @cached_property
     def numel(self) -> int:

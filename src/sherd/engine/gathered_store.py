@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from sherd.comm import Handle, labelled
+from sherd.engine import page_map
 from sherd.engine.apart import unnoticed
+from sherd.engine.checksum import checksum
 from sherd.engine.entry import dtype_of
 from sherd.engine.flat import carve, numel_by_dtype
 from sherd.engine.gathering import Gathering
@@ -26,11 +28,17 @@ class GatheredStore(ParameterStore):
     """Every rank has its rows (see `mesh`); a bucket is whole on a rank while it is used there. Frozen ones too."""
 
     whole = False
+    compares_edits = True
+
+    @property
+    def sees_all_edits(self) -> bool:  # type: ignore[override]
+        return page_map.can_tell() and self._device.type == "cpu"
 
     def _take_over(self) -> list[Tensor]:
         trained, frozen = self._trained, self._trained.frozen
         self._layout = layout = trained.layout.grown(trained.inventory.entries(frozen))
-        self._entries = {index: entry for entry, index in enumerate((*trained.indices, *frozen))}
+        self._order = (*trained.indices, *frozen)
+        self._entries = {index: entry for entry, index in enumerate(self._order)}
         groups = self._mesh.groups
         self._flats = {
             dtype: torch.zeros(size, dtype=dtype_of(dtype), device=self._device)
@@ -42,7 +50,8 @@ class GatheredStore(ParameterStore):
         self._places = {each.memory.untyped_storage()._cdata: index for index, each in enumerate(self._pages)}
         number = next(_numbers)
         self._names = [self._name(bucket, number) for bucket in layout.buckets]
-        self.gathering = Gathering(self._names, self._fetch, self._release, self._write_back)
+        self._written: dict[int, int] = {}  # digests of what this rank had written into buckets that were released
+        self.gathering = Gathering(self._names, self._fetch, self._release, self._write_back, self._is_written)
         self._homes = [self._home(index) for index in range(len(self._parameters))]
         for pages in self._pages:
             pages.release()
@@ -73,13 +82,21 @@ class GatheredStore(ParameterStore):
     def _fetch(self, bucket: int) -> Handle:
         self._pages[bucket].acquire()
         # By name: ranks that gather different buckets of one size must find out.
-        return self._mesh.gather(self._rows[bucket], self._pages[bucket].memory, self._names[bucket])
+        return self._mesh.gather(self._rows[bucket], self._pages[bucket].target, self._names[bucket])
 
     def _release(self, bucket: int) -> None:
         self._pages[bucket].release()
 
+    def _is_written(self, bucket: int) -> bool:
+        return self._pages[bucket].written()
+
     def _write_back(self, bucket: int) -> None:
+        """Keep this rank's rows of what it wrote, and remember all of it, to be compared with the other ranks'."""
         self._rows[bucket].copy_(self._mesh.rows(self._pages[bucket].memory))
+        with unnoticed():
+            for index in self._members(bucket):
+                entry = self._trained.inventory.entry(index)
+                self._written[index] = checksum(entry.flattened(self._homes[index]))
 
     def _slice(self, bucket: int) -> Tensor:
         """What this rank updates of a bucket."""
@@ -106,18 +123,42 @@ class GatheredStore(ParameterStore):
 
     # ---------------------------------------------------------------- edits
 
+    def edited(self, suspects: Iterable[int]) -> set[int]:
+        found = set(suspects).union(self._written)
+        for bucket in self.gathering.written():
+            found.update(self._members(bucket))
+        return found
+
+    def digest(self, index: int) -> int:
+        return self._written[index] if index in self._written else super().digest(index)
+
+    def keep_edits(self, indices: Sequence[int]) -> None:
+        moved = [index for index in indices if self._is_moved(index)]
+        self.gathering.drop(self._buckets(indices))
+        for index in moved:
+            self._put(index, self._parameters[index].detach())
+        self.take_back(moved)
+        self._written.clear()
+        self.gathering.refresh()
+
+    def _is_moved(self, index: int) -> bool:
+        with unnoticed():
+            return self.bucket_of(self._parameters[index]) is None
+
     def lend(self, indices: Sequence[int]) -> None:
         with labelled("full_parameters, or load_state_dict"):
             for index in indices:
                 self.gathering.touch(self._bucket(index))
                 self._parameters[index].data = self._homes[index].clone()
 
-    def take_back(self, indices: Sequence[int]) -> None:
+    def take_back(self, indices: Iterable[int]) -> None:
         for index in indices:
             self._parameters[index].data = self._homes[index]
 
     def write(self, indices: Sequence[int]) -> None:
         self.gathering.drop(self._buckets(indices))
+        for index in indices:
+            self._written.pop(index, None)
         self.from_leader(self._parameters[index] for index in indices)
         for index in indices:
             self._put(index, self._parameters[index].detach())
@@ -166,6 +207,10 @@ class GatheredStore(ParameterStore):
 
     def _bucket(self, index: int) -> int:
         return self._layout.bucket_of(self._entries[index]).index
+
+    def _members(self, bucket: int) -> list[int]:
+        """The indices of the parameters in a bucket."""
+        return [self._order[entry] for entry in self._layout.buckets[bucket].members]
 
     def _buckets(self, indices: Iterable[int]) -> list[int]:
         return sorted({self._bucket(index) for index in indices})

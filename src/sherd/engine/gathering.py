@@ -33,8 +33,8 @@ WINDOW = AHEAD + 2
 class Gathering:
     """Gathers buckets on use. `names[b]` says what is in bucket b.
 
-    `fetch(b)` begins to gather a bucket, collectively; `release(b)` lets its memory go; `write_back(b)` keeps this
-    rank's part of what was written into it.
+    `fetch(b)` begins to gather a bucket, collectively; `release(b)` lets its memory go; `is_written(b)` tells whether
+    somebody wrote into it; `write_back(b)` keeps this rank's part of that.
     """
 
     def __init__(
@@ -43,11 +43,13 @@ class Gathering:
         fetch: Callable[[int], Handle],
         release: Callable[[int], None],
         write_back: Callable[[int], None],
+        is_written: Callable[[int], bool],
     ) -> None:
         self._names = names
         self._fetch = fetch
         self._give_back = release
         self._write_back = write_back
+        self._is_written = is_written
         self._route = Route()
         self._process = os.getpid()
         self._gathered: dict[int, Handle | None] = {}  # the least recently touched first; None: complete
@@ -127,9 +129,10 @@ class Gathering:
         """Somebody wrote into these buckets while they were gathered."""
         self._edited.update(buckets)
 
-    @property
-    def edits(self) -> list[int]:
-        """Buckets that were edited and not written back yet."""
+    def written(self) -> list[int]:
+        """Buckets that somebody wrote into and that were not written back yet."""
+        # A copy may be on its way into those that are not complete, and nobody can have used them.
+        self._edited.update(b for b, handle in self._gathered.items() if handle is None and self._is_written(b))
         return sorted(self._edited)
 
     def drop(self, buckets: Iterable[int]) -> None:
@@ -169,7 +172,7 @@ class Gathering:
         if handle is not None:
             handle.wait()
         try:
-            if bucket in self._edited:
+            if bucket in self._edited or self._is_written(bucket):
                 self._edited.discard(bucket)
                 self._write_back(bucket)
         finally:

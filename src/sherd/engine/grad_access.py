@@ -15,7 +15,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from sherd.comm import Communicator, labelled
-from sherd.engine.edits import checksum
+from sherd.engine.checksum import checksum
 from sherd.engine.gradients import RingGradients
 from sherd.engine.parameter import adopt, raw_grad, set_raw_grad
 from sherd.engine.trained import Trained

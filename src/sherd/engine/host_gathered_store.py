@@ -18,13 +18,10 @@ from sherd.engine.entry import dtype_of
 from sherd.engine.gathered_store import GatheredStore
 from sherd.engine.pages import AliasPages, Pages
 from sherd.engine.slicing import Bucket
-from sherd.errors import SherdError
 
 
 class HostGatheredStore(GatheredStore):
     """Every rank has its rows; a bucket is whole on a host while its ranks use it."""
-
-    shared = True
 
     def _take_over(self) -> list[Tensor]:
         self._slots: list[Tensor] = []
@@ -39,8 +36,10 @@ class HostGatheredStore(GatheredStore):
     def _fetch(self, bucket: int) -> Handle:
         slot = self._slot_of[bucket] = self._take_slot(bucket)
         described, memory = self._layout.buckets[bucket], self._slots[slot]
-        self._aliases[bucket].show(memory)
+        backing = self._mesh.shard.backing(memory)
+        assert backing is not None, "the ranks of a host have made it together"
         whole = memory.view(dtype_of(described.dtype))[: described.numel]
+        self._aliases[bucket].show(backing, whole)
         return self._mesh.gather(self._rows[bucket], whole, self._names[bucket])
 
     def _release(self, bucket: int) -> None:
@@ -58,17 +57,6 @@ class HostGatheredStore(GatheredStore):
         slot = min(fits, key=lambda each: (self._slots[each].nbytes, each))
         self._free.discard(slot)
         return slot
-
-    def acquire(self) -> None:
-        for bucket in self.gathering.edits:
-            self._write_back(bucket)
-        super().acquire()
-
-    def _write_back(self, bucket: int) -> None:
-        raise SherdError(
-            f"rank {self._comm.rank}: {self._names[bucket]} was edited outside full_parameters; it is shared by the "
-            f"ranks of this host, so each rank's edit adds up; edit it inside `with sherd.full_parameters(model):`"
-        )
 
     def gathered_bytes(self) -> int:
         return sum(slot.nbytes for slot in self._slots) if self._mesh.shard.host.rank == 0 else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -58,10 +59,18 @@ class Inventory:
         """The indices of the parameters that require a gradient now."""
         return [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
 
+    @cached_property
+    def _entries(self) -> tuple[Entry, ...]:
+        found = zip(self.names, self.parameters, strict=True)
+        return tuple(Entry(name, tuple(p.shape), dtype_name(p), order=memory_order(p)) for name, p in found)
+
+    def entry(self, index: int) -> Entry:
+        """A parameter as a layout sees it: what it was when the model was distributed."""
+        return self._entries[index]
+
     def entries(self, indices: Iterable[int]) -> list[Entry]:
         """These parameters as a layout sees them."""
-        found = ((self.names[index], self.parameters[index]) for index in indices)
-        return [Entry(name, tuple(p.shape), dtype_name(p), order=memory_order(p)) for name, p in found]
+        return [self._entries[index] for index in indices]
 
     def bucket_numel(self, bucket_bytes: int | None, crosses: bool = False) -> int:
         """Elements of a bucket: what was asked for, or a share of the model, so that a small one wastes nothing."""

@@ -118,7 +118,7 @@ def _call(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     if func is _T.backward:
         return torch.autograd.backward(*args, **options)
     if func in _EXPORTING:
-        return func(*(_copied(arg) for arg in args), **options)
+        return _read_only(func(*(_copied(arg) for arg in args), **options))
     if func in _STORAGES:
         pin(found)
     return _mark(_used(func, args, options, found), stores)
@@ -274,6 +274,13 @@ def _edited(tensor: Tensor) -> None:
 
 def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, GatheredParameter | GatheredView) else value
+
+
+def _read_only(exported: Any) -> Any:
+    """Not to be written, if it is an array: nobody would see it."""
+    if hasattr(exported, "flags"):
+        exported.flags.writeable = False
+    return exported
 
 
 def _on_use(things: Any) -> Iterator[Tensor]:

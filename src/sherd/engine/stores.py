@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from sherd.comm import Handle
-from sherd.engine.entry import dtype_of, memory_order
+from sherd.engine.checksum import checksum
+from sherd.engine.entry import dtype_of
 from sherd.engine.flat import carve, numel_by_dtype, with_own_storage
+from sherd.engine.layout import ShardLayout
 from sherd.engine.mesh import Mesh
 from sherd.engine.trained import Trained
 
@@ -24,12 +26,13 @@ from sherd.engine.trained import Trained
 class ParameterStore(ABC):
     """Where parameters live, those that are trained and those that are not. Indices are those of the inventory."""
 
-    shared = False
-    """Whether ranks see each other's writes at once."""
     whole = True
     """Whether this rank can read all of them without the others."""
-    owns_memory = True
-    """Whether parameters must stay where the store put them."""
+    compares_edits = False
+    """Whether an edit must be the same on all ranks before the next update, because they do not each have a copy that
+    is updated by itself."""
+    sees_all_edits = False
+    """Whether `edited` finds them without being told where to look."""
 
     def __init__(self, mesh: Mesh, trained: Trained) -> None:
         self._mesh = mesh
@@ -75,9 +78,26 @@ class ParameterStore(ABC):
         """Give this rank copies of these parameters of its own, until `write` or `take_back`."""
         return  # they are its own
 
-    def take_back(self, indices: Sequence[int]) -> None:
+    def take_back(self, indices: Iterable[int]) -> None:
         """Drop the copies that were lent."""
         return
+
+    def edited(self, suspects: Iterable[int]) -> set[int]:
+        """Which parameters this rank has edited since they were common to all ranks. `suspects` were moved, or have
+        another version or checksum than before."""
+        return set(suspects)
+
+    def digest(self, index: int) -> int:
+        """A checksum of a parameter as this rank has it."""
+        return checksum(self._flattened(index))
+
+    def keep_edits(self, indices: Sequence[int]) -> None:
+        """All ranks have made the same edits of these parameters. Collective where `compares_edits`."""
+        return
+
+    def _flattened(self, index: int) -> Tensor:
+        """A parameter element by element, in the order in which every rank has it in memory."""
+        return self._trained.inventory.entry(index).flattened(self._parameters[index].detach())
 
     def bump(self) -> None:
         """Tell autograd that the parameters changed: a backward through an older graph must fail as in plain torch."""
@@ -93,22 +113,28 @@ class ParameterStore(ABC):
 
 
 class ReplicaStore(ParameterStore):
-    """Every rank has all parameters, where they were, and updates all of them itself."""
-
-    owns_memory = False
+    """Every rank has all parameters, in memory of their own, and updates all of them itself."""
 
     def _take_over(self) -> list[Tensor]:
         self._before: dict[int, Tensor] = {}
-        for parameter in self._parameters:
-            if not parameter.is_contiguous() and memory_order(parameter) is None:
-                parameter.data = parameter.detach().contiguous()  # as every other store would have it
+        self._settle(range(len(self._parameters)))
         self.from_leader(self._parameters)
         return []
+
+    def _settle(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            parameter = self._parameters[index]
+            parameter.data = self._trained.inventory.entry(index).settled(parameter.detach())
+
+    def edited(self, suspects: Iterable[int]) -> set[int]:
+        suspects = set(suspects)
+        self._settle(suspects)  # `p.data = x` may have moved them
+        return suspects
 
     def lend(self, indices: Sequence[int]) -> None:
         self._before.update({index: self._parameters[index].detach().clone() for index in indices})
 
-    def take_back(self, indices: Sequence[int]) -> None:
+    def take_back(self, indices: Iterable[int]) -> None:
         for index in indices:
             self._parameters[index].detach().copy_(self._before.pop(index))
 
@@ -135,17 +161,19 @@ class FlatStore(ParameterStore):
             for dtype, size in numel_by_dtype(layout.buckets, lambda bucket: bucket.numel).items()
         }
         buckets = carve(self._flats, layout.buckets, lambda bucket: bucket.numel)
-        homes: dict[int, Tensor] = {}
-        for entry, index in enumerate((*trained.indices, *frozen)):
-            offset, parameter = layout.bucket_offset(entry), self._parameters[index]
-            home = buckets[layout.bucket_of(entry).index][offset : offset + parameter.numel()]
-            homes[index] = layout.entries[entry].shaped(with_own_storage(home))
-        self.homes = [homes[index] for index in range(len(homes))]
+        order = (*trained.indices, *frozen)
+        self.originals = by_index(layout, order, buckets)
+        """By index: where the values live that updates are made to."""
+        self.homes = self._seen(layout, order)
+        """By index: the same as this rank sees them; its `parameter.data`."""
         self.buckets = buckets[: len(trained.layout.buckets)]
         self._dormant = dict(zip(frozen, buckets[len(self.buckets) :], strict=True))
         self._fill()
         self.take_back(range(len(self.homes)))
         return [self._own(bucket) for bucket in self.buckets]
+
+    def _seen(self, layout: ShardLayout, order: Sequence[int]) -> list[Tensor]:
+        return self.originals
 
     def _own(self, bucket: Tensor) -> Tensor:
         return bucket.view(self._comm.world, -1)[self._comm.rank]
@@ -155,7 +183,7 @@ class FlatStore(ParameterStore):
             self.buckets.append(self._dormant.pop(index))
             self.slices.append(self._own(self.buckets[-1]))
 
-    def take_back(self, indices: Sequence[int]) -> None:
+    def take_back(self, indices: Iterable[int]) -> None:
         for index in indices:
             self._parameters[index].data = self.homes[index]
 
@@ -166,9 +194,20 @@ class FlatStore(ParameterStore):
     def write(self, indices: Sequence[int]) -> None:
         if self._comm.rank == 0:
             for index in indices:
-                self.homes[index].copy_(self._parameters[index].detach())
-        self.from_leader(self.homes[index] for index in indices)
+                self.originals[index].copy_(self._parameters[index].detach())
+        self.from_leader(self.originals[index] for index in indices)
         self.take_back(indices)
+
+    def edited(self, suspects: Iterable[int]) -> set[int]:
+        suspects = set(suspects)
+        for index in self._moved(suspects):
+            self.homes[index].copy_(self._parameters[index].detach())
+        self.take_back(suspects)
+        return suspects
+
+    def _moved(self, indices: Iterable[int]) -> list[int]:
+        """Those parameters whose data is no longer the store's: `p.data = x`."""
+        return [index for index in indices if self._parameters[index].data_ptr() != self.homes[index].data_ptr()]
 
     def bytes(self) -> int:
         return sum(flat.nbytes for flat in self._flats.values())
@@ -181,8 +220,8 @@ class FlatStore(ParameterStore):
         """Put rank 0's values into the store."""
 
     def _copy_in(self) -> None:
-        for parameter, home in zip(self._parameters, self.homes, strict=True):
-            home.copy_(parameter.detach())
+        for parameter, original in zip(self._parameters, self.originals, strict=True):
+            original.copy_(parameter.detach())
 
 
 class PrivateStore(FlatStore):
@@ -219,52 +258,17 @@ class PrivateStore(FlatStore):
         self.from_leader(self._flats.values())
 
 
-class HostStore(FlatStore):
-    """One copy on each host, mapped by all its ranks: an update needs messages between hosts only."""
-
-    shared = True
-
-    def acquire(self) -> None:
-        self._comm.host.barrier().wait()
-
-    def publish(self) -> None:
-        if self._alone:
-            self._comm.barrier().wait()
-        else:
-            for handle in [self._comm.publish(s, b) for s, b in zip(self.slices, self.buckets, strict=True)]:
-                handle.wait()
-        self.bump()
-
-    def write(self, indices: Sequence[int]) -> None:
-        if not self._alone:
-            self.from_leader(self._parameters[index] for index in indices)
-        self.acquire()
-        if self._comm.host.rank == 0:
-            for index in indices:
-                self.homes[index].copy_(self._parameters[index].detach())
-        self._comm.host.barrier().wait()
-        self.take_back(indices)
-
-    def bytes(self) -> int:
-        return super().bytes() if self._comm.host.rank == 0 else 0
-
-    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._comm.shared_tensor(numel, dtype=dtype)
-
-    def _fill(self) -> None:
-        if not self._alone:
-            self.from_leader(self._parameters)
-        if self._comm.host.rank == 0:
-            self._copy_in()
-        self._comm.host.barrier().wait()
-
-    @property
-    def _alone(self) -> bool:
-        """Whether there is only this host."""
-        return self._comm.host.world == self._comm.world
-
-
 def unexpand(tensor: Tensor) -> None:
     """Give every element of an expanded tensor memory of its own, so that it can be overwritten."""
     if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         tensor.data = tensor.detach().contiguous()
+
+
+def by_index(layout: ShardLayout, order: Sequence[int], buckets: Sequence[Tensor]) -> list[Tensor]:
+    """A view for each parameter, where entry e of `layout` is the parameter `order[e]`."""
+    views: dict[int, Tensor] = {}
+    for entry, index in enumerate(order):
+        described, offset = layout.entries[entry], layout.bucket_offset(entry)
+        flat = buckets[layout.bucket_of(entry).index][offset : offset + described.numel]
+        views[index] = described.shaped(with_own_storage(flat))
+    return [views[index] for index in range(len(views))]

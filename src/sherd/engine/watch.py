@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from sherd.comm import Communicator, labelled
 from sherd.engine.agreement import Agreement
 from sherd.engine.apart import unnoticed
-from sherd.engine.edits import EditGuard, compare_values
+from sherd.engine.edits import EditGuard
 from sherd.engine.inventory import Inventory
 from sherd.engine.settings import compare_optimizers, hash_of, settings_of
 from sherd.errors import SherdError
@@ -39,11 +39,12 @@ class Watch:
 
     @property
     def edited(self) -> bool:
-        """Whether a parameter was edited on this rank where ranks may do so, if all do the same.
+        """Whether this rank has edited a parameter that the ranks shall compare.
 
-        A model that was distributed without its optimizer is edited by it in every step.
+        Where each has a copy of its own, a model that was distributed without its optimizer is edited by it in every
+        step, and nothing has to be compared.
         """
-        return self._guard.edited and self._optimizer is not None
+        return bool(self._guard.edits) and (self._optimizer is not None or self._guard.compares)
 
     def settings(self) -> int:
         """A hash of the optimizer's hyper-parameters."""
@@ -56,7 +57,4 @@ class Watch:
             compare_optimizers(self._comm, self._optimizer, names, f"in step {step}")
         if agreement.edited:
             with labelled(f"what was done to parameters before step {step}"):
-                compare_values(
-                    self._comm, self._inventory, range(len(self._inventory.parameters)), f"before step {step}"
-                )
-            self._guard.accept()
+                self._guard.compare(f"before step {step}")

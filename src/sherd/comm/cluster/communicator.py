@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sherd.comm.base import Communicator
+from sherd.comm.base import Backing, Communicator
 from sherd.comm.c10d.communicator import HEADER_BYTES, C10dCommunicator, backend_limit
 from sherd.comm.c10d.lanes import Lane, Message
 from sherd.comm.c10d.wire import Wire
@@ -96,6 +96,9 @@ class ClusterCommunicator(Communicator):
         self._trouble.check()
         with self._pipeline.failing():
             return self._inside.shared_tensor(*shape, dtype=dtype)
+
+    def backing(self, tensor: Tensor) -> Backing | None:
+        return self._inside.backing(tensor)
 
     def shared_buffers(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         self._trouble.check()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sherd.comm.base import Communicator
+from sherd.comm.base import Backing, Communicator
 from sherd.comm.calls import Call
 from sherd.comm.codec import Codec, wire_bytes
 from sherd.comm.handle import Handle
@@ -106,9 +106,12 @@ class HostCommunicator(Communicator):
     def shared_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         self.agree(f"shared_tensor({dtype}{list(shape)})").wait()
         numel = torch.Size(shape).numel()
-        segment = self._share("tensor", numel * dtype.itemsize)
+        segment = self._share("tensor", numel * dtype.itemsize, keep=True)
         self._memory.add(segment, common=True)
         return segment.tensor(0, numel, dtype).view(shape)
+
+    def backing(self, tensor: Tensor) -> Backing | None:
+        return self._memory.backing(tensor)
 
     def shared_buffers(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         self.agree(f"shared_buffers({dtype}{list(shape)})").wait()
@@ -149,8 +152,8 @@ class HostCommunicator(Communicator):
         segment = self._share(label, Staging.nbytes(self.world, chunk_bytes, chunks))
         return Staging(segment, self._board, chunk_bytes, chunks)
 
-    def _share(self, label: str, nbytes: int) -> Segment:
-        return self._link.share(label, nbytes, self.options.timeout, self._check)
+    def _share(self, label: str, nbytes: int, keep: bool = False) -> Segment:
+        return self._link.share(label, nbytes, self.options.timeout, self._check, keep)
 
     def _check(self) -> None:
         """Raise if another rank has reported a fault. Before there is a board, none can."""

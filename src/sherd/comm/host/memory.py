@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import weakref
 from typing import Protocol
 
 import torch
@@ -52,6 +53,13 @@ class Segment:
         self.memory = mmap.mmap(fd, os.fstat(fd).st_size)
         self.nbytes = len(self.memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.fd = -1
+        """What it is mapped from, where that is kept: to be mapped once more in another way."""
+
+    def keep(self, fd: int) -> None:
+        """Keep a duplicate of `fd` for as long as this object lives."""
+        self.fd = os.dup(fd)
+        weakref.finalize(self, os.close, self.fd)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat view of `numel` elements from byte `offset`."""

@@ -117,12 +117,18 @@ class Link:
         self._sockets = sockets
         self._keeper: Keeper = MemfdKeeper()
 
-    def share(self, label: str, nbytes: int, timeout: float, check: Callable[[], None] = lambda: None) -> Segment:
-        """A new segment, mapped by every member. Collective. `check` raises if waiting has become pointless."""
+    def share(
+        self, label: str, nbytes: int, timeout: float, check: Callable[[], None] = lambda: None, keep: bool = False
+    ) -> Segment:
+        """A new segment, mapped by every member. Collective. `check` raises if waiting has become pointless; with
+        `keep` the segment has a descriptor, too."""
         created = [self._keeper.create(label, nbytes)] if self.is_leader else []
         fds = self._distribute(created, label, timeout, check)
         try:
-            return Segment(fds[0])
+            segment = Segment(fds[0])
+            if keep:
+                segment.keep(fds[0])
+            return segment
         finally:
             os.close(fds[0])
 

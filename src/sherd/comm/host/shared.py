@@ -7,6 +7,7 @@ import bisect
 import torch
 from torch import Tensor
 
+from sherd.comm.base import Backing
 from sherd.comm.host.memory import Segment
 
 Place = tuple[int, int]
@@ -51,6 +52,11 @@ class SharedMemory:
     def is_common(self, tensor: Tensor) -> bool:
         number, _ = self.find(tensor)
         return number >= 0 and self._common[number]
+
+    def backing(self, tensor: Tensor) -> Backing | None:
+        """The file that a shared tensor is mapped from."""
+        number, offset = self.find(tensor)
+        return Backing(self._segments[number].fd, offset) if number >= 0 and self._common[number] else None
 
     def view(self, place: Place, numel: int, dtype: torch.dtype) -> Tensor:
         key = (*place, numel, dtype)
