@@ -12,6 +12,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from sherd.comm import Communicator, labelled
@@ -62,6 +63,9 @@ class GradAccess(ABC):
     def forget(self) -> None:
         """There is no gradient any more."""
 
+    def _home(self, entry: int) -> int:
+        return self._gradients.layout.bucket_of(entry).index
+
     def _refuse_local(self, bucket: int) -> None:
         """Refuse to write a gradient where some have not been exchanged yet: they lie in the same memory."""
         if self._gradients.local(bucket):
@@ -79,8 +83,12 @@ class NativeGrads(GradAccess):
 
     def __init__(self, gradients: WholeGradients, trained: Trained) -> None:
         super().__init__(gradients, trained)
-        self._versions: list[int] = []
         self._shown = False
+        self._note()
+
+    def grow(self) -> None:
+        super().grow()
+        self._note()
 
     def hide(self) -> list[int]:
         shown, changed = self._shown, self.collect()
@@ -92,36 +100,51 @@ class NativeGrads(GradAccess):
     def show(self) -> None:
         for entry, parameter in enumerate(self._parameters):
             if self.used[entry]:
-                set_raw_grad(parameter, self._gradients.views[entry])
+                # Another tensor each time: whoever keeps it holds on to the memory.
+                set_raw_grad(parameter, self._gradients.views[entry].detach())
         self._shown = True
         self._note()
 
     def collect(self) -> list[int]:
-        layout, changed = self._gradients.layout, set()
+        changed, dropped = set(), []
         for entry, parameter in enumerate(self._parameters):
             gradient, view = raw_grad(parameter), self._gradients.views[entry]
-            if gradient is view or (gradient is None and not (self.used[entry] and self._shown)):
-                continue
-            bucket = layout.bucket_of(entry).index
             if gradient is None:
-                view.zero_()
-                self.used[entry] = False
-            else:
-                self._make_room(bucket)
-                view.copy_(gradient)
+                if self.used[entry] and self._shown:
+                    self.used[entry] = False
+                    dropped.append(entry)
+                    changed.add(self._home(entry))
+            elif gradient.layout is not torch.strided or not gradient.is_set_to(view):
+                changed.add(self._home(entry))
+                self._make_room(self._home(entry))
+                self._gradients.views[entry].copy_(gradient)
                 self.used[entry] = True
-                set_raw_grad(parameter, view)
-            changed.add(bucket)
-        if self._versions != self._now():
-            changed.update(range(len(layout.buckets)))
-        for bucket in changed:
-            if not any(self.used[member] for member in layout.buckets[bucket].members):
-                self._gradients.summed[bucket] = False  # model.zero_grad(): the next gradient is the first again
+                set_raw_grad(parameter, self._gradients.views[entry].detach())
+        changed.update(
+            b for b, (now, noted) in enumerate(zip(self._now(), self._versions, strict=True)) if now != noted
+        )
+        self._drop(dropped)
         for bucket in sorted(changed):
             if self._gradients.summed[bucket]:
                 self._see(self._gradients.sums[bucket])
         self._note()
         return sorted(changed)
+
+    def _drop(self, entries: list[int]) -> None:
+        """These have no gradient any more, by `p.grad = None` or `model.zero_grad()`."""
+        for bucket in {self._home(entry) for entry in entries}:
+            members = self._gradients.layout.buckets[bucket].members
+            if not any(self.used[member] for member in members):
+                self._gradients.drop(bucket)
+                continue
+            shown = [member for member in members if self.used[member]]
+            for member in shown:
+                set_raw_grad(self._parameters[member], None)
+            self._gradients.separate(bucket)
+            for member in shown:
+                set_raw_grad(self._parameters[member], self._gradients.views[member].detach())
+            for member in set(entries).intersection(members):
+                self._gradients.views[member].zero_()
 
     def suspects(self) -> list[int]:
         # `p.grad.data.mul_(2)` writes into the sum and leaves no version to go by.
@@ -137,11 +160,12 @@ class NativeGrads(GradAccess):
     def _make_room(self, bucket: int) -> None:
         self._refuse_local(bucket)
         if not self._gradients.summed[bucket]:
+            self._gradients.begin(bucket)
             self._gradients.sums[bucket].zero_()
             self._gradients.summed[bucket] = True
 
     def _now(self) -> list[int]:
-        return [flat._version for flat in self._gradients.memory]
+        return [sum._version for sum in self._gradients.sums]
 
     def _note(self) -> None:
         self._versions = self._now()
@@ -205,10 +229,15 @@ class GatheredGrads(GradAccess):
     def collect(self) -> list[int]:
         changed, self._discarded = self._discarded, set()
         for bucket, whole in self._gathered.items():  # p.grad.data.clamp_() leaves no version to go by
-            self._see(whole)
             self._gradients.slices[bucket].copy_(whole.view(self._comm.world, -1)[self._comm.rank])
             self._gradients.summed[bucket] = True
             changed.add(bucket)
+            members = self._gradients.layout.buckets[bucket].members
+            for entry in members:
+                if self.used[entry]:
+                    self._see(self._view(whole, entry))
+                else:
+                    self._zero(entry)  # it was dropped, and who keeps what was gathered shall find it as it was
         self._gathered.clear()  # sums may be scaled or zeroed from here on
         return sorted(changed)
 
@@ -218,11 +247,9 @@ class GatheredGrads(GradAccess):
         self.used = [False] * len(self.used)
         self.seen = 0
 
-    def _home(self, entry: int) -> int:
-        return self._gradients.layout.bucket_of(entry).index
-
     def _gather(self, bucket: int) -> Tensor:
         if bucket not in self._gathered:
+            self._gradients.begin(bucket)
             slice = self._gradients.slices[bucket]
             if not self._gradients.summed[bucket]:
                 slice.zero_()
@@ -240,11 +267,16 @@ class GatheredGrads(GradAccess):
         self.used[entry] = False
         bucket = self._home(entry)
         if not any(self.used[member] for member in self._gradients.layout.buckets[bucket].members):
-            self._gradients.summed[bucket] = False
+            self._gradients.drop(bucket)
             self._gathered.pop(bucket, None)
+        else:
+            self._gradients.separate(bucket)
+            self._zero(entry)
         self._discarded.add(bucket)
-        if bucket in self._gathered:
-            self._view(self._gathered[bucket], entry).zero_()
+
+    def _zero(self, entry: int) -> None:
+        """This rank's part of a gradient that is there no more."""
         for segment in self._gradients.layout.segments_of(entry):
             if segment.owner == self._comm.rank:
-                self._gradients.slices[bucket][segment.offset : segment.offset + segment.numel].zero_()
+                slice = self._gradients.slices[self._home(entry)]
+                slice[segment.offset : segment.offset + segment.numel].zero_()

@@ -14,16 +14,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from sherd.comm import Communicator, Handle
 from sherd.engine.entry import ITEMSIZE, dtype_of
-from sherd.engine.flat import carve, numel_by_dtype
+from sherd.engine.flat import carve, numel_by_dtype, with_own_storage
 from sherd.engine.layout import ShardLayout
 from sherd.engine.pieces import PADDING, Piece, cut_by_slice, largest_by_slice
 from sherd.engine.ring import SLOTS, Ring
+from sherd.engine.rooms import Room, Rooms
 from sherd.engine.slicing import Bucket
 
 MAX_UNDER_WAY = 32
@@ -64,6 +66,8 @@ class RingGradients:
         self._slot_numel = slot_numel
         self._on_sum = on_sum
         self.summed: list[bool] = []
+        self._begun: list[bool] = []  # by bucket: whether its room was chosen for the gradient at hand
+        self._rooms: list[Rooms] = []
         self.sums: list[Tensor] = []
         self.slices: list[Tensor] = []
         self._pieces: dict[int, tuple[Piece, ...]] = {}  # cut at the first launch: in a large world they are many
@@ -82,6 +86,7 @@ class RingGradients:
         self.memory += memory.values()
         self._allocate(added, memory)
         self.summed += [False] * len(added)
+        self._begun += [False] * len(added)
         largest = max((self._largest(bucket) * ITEMSIZE[bucket.dtype] for bucket in layout.buckets), default=0)
         if largest > self._ring.slot_bytes:
             self._ring = Ring(self._comm, largest, self._device)
@@ -100,6 +105,7 @@ class RingGradients:
 
     def launch(self, bucket: int, op: str) -> None:
         """Start to reduce what was taken of a bucket; what was not counts as zero."""
+        self.begin(bucket)
         described = self.layout.buckets[bucket]
         if bucket not in self._pieces:
             self._pieces[bucket] = self._cut(described)
@@ -117,6 +123,32 @@ class RingGradients:
             self._held.pop(member, None)
         self.summed[bucket] = True
 
+    def begin(self, bucket: int) -> None:
+        """The sum of a bucket is about to be written: the first time, choose memory that nobody holds."""
+        if not self._begun[bucket]:
+            self._begun[bucket] = True
+            before = self._rooms[bucket].current
+            room = self._rooms[bucket].choose()
+            if room is not before:
+                self._move_into(bucket, room)
+
+    def drop(self, bucket: int) -> None:
+        """There is no sum of a bucket any more: the next gradient is the first again."""
+        self.summed[bucket] = self._begun[bucket] = False
+
+    def separate(self, bucket: int) -> None:
+        """Move the sum of a bucket out of memory that somebody may hold, so that it can be changed without him."""
+        before = self._rooms[bucket].current
+        room = self._rooms[bucket].choose()
+        if room is not before:
+            room.whole.copy_(before.whole)
+            self._move_into(bucket, room)
+
+    @property
+    def held(self) -> bool:
+        """Whether somebody holds memory that was allocated at the beginning."""
+        return any(rooms.held for rooms in self._rooms)
+
     def settle(self) -> None:
         """Complete every reduction that is under way."""
         while self._under_way:
@@ -126,6 +158,7 @@ class RingGradients:
         """Drop all contributions and all sums."""
         self._held.clear()
         self.summed = [False] * len(self.summed)
+        self._begun = [False] * len(self._begun)
 
     def local(self, bucket: int) -> bool:
         """Whether this rank has contributions to a bucket that were not launched."""
@@ -133,21 +166,42 @@ class RingGradients:
 
     def bytes(self) -> dict[str, int]:
         """What this rank allocated, by kind."""
-        return {"gradients": sum(flat.nbytes for flat in self.memory), "buckets": self._ring.nbytes}
+        kept = sum(flat.nbytes for flat in self.memory) + sum(rooms.more_bytes for rooms in self._rooms)
+        return {"gradients": kept, "buckets": self._ring.nbytes}
 
     # ---------------------------------------------------------------- how sums are kept
 
     def _memory_for(self, buckets: Sequence[Bucket]) -> dict[str, Tensor]:
         """Zeroed room for what is kept of these buckets, by dtype."""
-        return self._zeros(numel_by_dtype(buckets, lambda bucket: bucket.slice_numel))
+        return self._zeros(numel_by_dtype(buckets, self._kept))
 
     def _zeros(self, sizes: dict[str, int]) -> dict[str, Tensor]:
         return {d: torch.zeros(size, dtype=dtype_of(d), device=self._device) for d, size in sizes.items()}
 
     def _allocate(self, buckets: Sequence[Bucket], memory: dict[str, Tensor]) -> None:
-        """Divide `memory` among these buckets: what is kept of each, and this rank's own slice of it."""
-        self.sums += (parts := carve(memory, buckets, lambda bucket: bucket.slice_numel))
-        self.slices += parts
+        """Divide `memory` among these buckets."""
+        for bucket, part in zip(buckets, carve(memory, buckets, self._kept), strict=True):
+            rooms = Rooms(self._room(bucket, part), partial(self._another_room, bucket))
+            self._rooms.append(rooms)
+            self.sums.append(rooms.current.sum)
+            self.slices.append(rooms.current.slice)
+
+    def _kept(self, bucket: Bucket) -> int:
+        """Elements that are kept of a bucket."""
+        return bucket.slice_numel
+
+    def _room(self, bucket: Bucket, memory: Tensor) -> Room:
+        """This memory as a room for a bucket."""
+        whole = with_own_storage(memory)
+        return Room(whole, whole, whole, {})
+
+    def _another_room(self, bucket: Bucket) -> Room:
+        kept = torch.zeros(self._kept(bucket), dtype=dtype_of(bucket.dtype), device=self._device)
+        return self._room(bucket, kept)
+
+    def _move_into(self, bucket: int, room: Room) -> None:
+        """Keep the sum of a bucket in this room from now on."""
+        self.sums[bucket], self.slices[bucket] = room.sum, room.slice
 
     def _cut(self, bucket: Bucket) -> tuple[Piece, ...]:
         return cut_by_slice(bucket, self._slot_numel)
@@ -203,6 +257,7 @@ class RingGradients:
     def _complete_oldest(self) -> None:
         reduction = self._under_way.popleft()
         reduction.handle.wait()
+        self._ring.done(reduction.handle)
         if reduction.addend is not None:
             reduction.target.add_(reduction.addend)
         if reduction.last:

@@ -101,15 +101,17 @@ class OptimizerShard:
                 f"used has {len(used)} items, expected one for each of {len(self._layout.entries)} entries"
             )
         self._follow()
-        unused = [chunk for entry, cut in self._chunks.items() if not used[entry] for chunk in cut]
+        stepped = [chunk for entry, cut in self._chunks.items() if used[entry] for chunk in cut]
         inner = self._inner()
-        for chunk in unused:
-            chunk.value.grad = None
+        for chunk in stepped:
+            # Another tensor each time, and none afterwards: an optimizer that keeps it holds on to the memory.
+            own = self._gradients[chunk.bucket][chunk.offset : chunk.offset + chunk.value.numel()]
+            chunk.value.grad = own.view(chunk.value.shape)
         try:
             step_unhooked(inner)
         finally:
-            for chunk in unused:
-                chunk.value.grad = chunk.gradient
+            for chunk in stepped:
+                chunk.value.grad = None
         self._state = inner.state
         # Optimizers that adapt their own rate or count their own steps change groups and attributes.
         _update(vars(self._optimizer), inherited(inner))

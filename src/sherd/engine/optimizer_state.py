@@ -30,12 +30,12 @@ class Chunk(NamedTuple):
     """A part of one segment, no longer than the cache likes it."""
 
     entry: int
+    bucket: int
     offset: int
-    """where it begins in the owner's slice of the entry's bucket"""
+    """where it begins in the owner's slice of the bucket"""
     start: int
     """its first element in the flattened parameter"""
     value: Tensor
-    gradient: Tensor
 
 
 class PerElement(NamedTuple):
@@ -52,10 +52,7 @@ def cut_chunks(
     chunk_numel: int,
     first: int = 0,
 ) -> dict[int, list[Chunk]]:
-    """The chunks of `owner` by entry, from entry `first` on, in element order.
-
-    Each is a view of its slice of the values, with a `grad` that is a view of its slice of the gradients.
-    """
+    """The chunks of `owner` by entry, from entry `first` on, in element order. Each is a view of its slice."""
     _check_slices(layout, values, gradients)
     if chunk_numel < 1 or chunk_numel % BLOCK:
         # Fused kernels round the last elements, those that fill no vector, in another way than the rest: between blocks
@@ -77,10 +74,8 @@ def cut_chunks(
     for entry, bucket, offset, start, left in pieces:
         # A parameter without dimensions stays so: torch's step counters have none either, and the two look alike.
         shape = (min(left, chunk_numel),) if layout.entries[entry].shape else ()
-        within = slice(offset, offset + min(left, chunk_numel))
-        value, gradient = (each[bucket].detach()[within].view(shape) for each in (values, gradients))
-        value.grad = gradient
-        chunks.setdefault(entry, []).append(Chunk(entry, offset, start, value, gradient))
+        value = values[bucket].detach()[offset : offset + min(left, chunk_numel)].view(shape)
+        chunks.setdefault(entry, []).append(Chunk(entry, bucket, offset, start, value))
     return chunks
 
 

@@ -47,6 +47,12 @@ class Ring:
         self._users[self._next] = handle
         self._next = (self._next + 1) % SLOTS
 
+    def done(self, handle: Handle) -> None:
+        """A reduction is complete: nothing of it is kept, least of all the tensor that it wrote."""
+        for slot, user in enumerate(self._users):
+            if user is handle:
+                self._users[slot] = None
+
     def _allocate(self) -> Tensor:
         if self._comm.shares_memory and self._device.type == "cpu":
             return self._comm.shared_buffers(self.slot_bytes, dtype=torch.uint8)[self._comm.host.rank]

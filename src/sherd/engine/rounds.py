@@ -255,10 +255,13 @@ class Rounds:
         order = [*arrivals, *(entry for entry in reversed(range(len(self.layout.entries))) if entry not in arrivals)]
         layout = self._trained.packed(order)
         if self.gradients.fits(layout):
-            for flat in self.gradients.memory:
+            memory = {dtype_name(flat): flat for flat in self.gradients.memory}
+            if self.gradients.held:
+                memory = {dtype: torch.zeros_like(flat) for dtype, flat in memory.items()}
+            for flat in memory.values():
                 flat.zero_()  # what is padding now was a gradient before
             self._trained.layout = layout
-            self._build({dtype_name(flat): flat for flat in self.gradients.memory})
+            self._build(memory)
 
     def _show(self) -> None:
         if self.complete:

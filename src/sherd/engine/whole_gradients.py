@@ -14,11 +14,12 @@ from torch import Tensor
 
 from sherd.comm import Handle
 from sherd.engine.entry import dtype_name, dtype_of
-from sherd.engine.flat import carve, numel_by_dtype
+from sherd.engine.flat import numel_by_dtype, with_own_storage
 from sherd.engine.gradients import Reduction, RingGradients
 from sherd.engine.layout import ShardLayout
 from sherd.engine.pieces import Piece, cut_whole, largest_whole
 from sherd.engine.placement import BLOCK, padded
+from sherd.engine.rooms import Room
 from sherd.engine.slicing import Bucket
 
 
@@ -28,7 +29,6 @@ class WholeGradients(RingGradients):
     def __init__(self, *args: Any, **options: Any) -> None:
         self.views: list[Tensor] = []
         """By entry: its place in this rank's whole gradient."""
-        self._buckets: list[Tensor] = []
         self._filled: list[bool] = []
         self._homes: list[int] = []
         super().__init__(*args, **options)
@@ -37,6 +37,7 @@ class WholeGradients(RingGradients):
         if self.summed[self._homes[entry]]:
             super().take(entry, gradient, factor)
             return
+        self.begin(self._homes[entry])
         view = self.views[entry]
         if self._filled[entry]:
             view.add_(gradient, alpha=factor)
@@ -50,6 +51,7 @@ class WholeGradients(RingGradients):
         if self.summed[bucket]:
             super().launch(bucket, op)
             return
+        self.begin(bucket)
         for member in self.layout.buckets[bucket].members:
             if not self._filled[member]:
                 self.views[member].zero_()
@@ -67,37 +69,46 @@ class WholeGradients(RingGradients):
 
     def _memory_for(self, buckets: Sequence[Bucket]) -> dict[str, Tensor]:
         # Where peers can read it in place, if there is such memory.
-        comm, sizes = self._comm, numel_by_dtype(buckets, self._room)
+        comm, sizes = self._comm, numel_by_dtype(buckets, self._reserved)
         if not (comm.shares_memory and self._device.type == "cpu"):
             return self._zeros(sizes)
         return {d: comm.shared_buffers(size, dtype=dtype_of(d))[comm.host.rank] for d, size in sizes.items()}
 
     def _allocate(self, buckets: Sequence[Bucket], memory: dict[str, Tensor]) -> None:
+        super()._allocate(buckets, memory)
         layout, known = self.layout, len(self._filled)
-        parts = carve(memory, buckets, lambda bucket: bucket.numel)
-        slices = [whole.view(layout.world, -1)[self._comm.rank] for whole in parts]
-        self._buckets += parts
-        self.slices += slices
-        self.sums += self._kept(parts, slices)
         self._filled += [False] * (len(layout.entries) - known)
         self._homes += [layout.bucket_of(entry).index for entry in range(known, len(layout.entries))]
-        self.views += [self._view(entry) for entry in range(known, len(layout.entries))]
+        views = [self._rooms[self._homes[entry]].current.views[entry] for entry in range(known, len(layout.entries))]
+        self.views += views
 
-    def _kept(self, buckets: list[Tensor], slices: list[Tensor]) -> list[Tensor]:
-        """What is kept of each bucket's sum."""
-        return slices
+    def _kept(self, bucket: Bucket) -> int:
+        return bucket.numel
 
-    def _room(self, bucket: Bucket) -> int:
+    def _reserved(self, bucket: Bucket) -> int:
         """Elements to allocate for a bucket."""
         return bucket.numel
 
-    def _reduce_in_place(self, bucket: int, op: str) -> Handle:
-        return self._comm.reduce_scatter(self._buckets[bucket], self.sums[bucket], op=op)
+    def _room(self, bucket: Bucket, memory: Tensor) -> Room:
+        whole = with_own_storage(memory)
+        slice = whole.view(self.layout.world, -1)[self._comm.rank]
+        views = {}
+        for entry in bucket.members:
+            offset, described = self.layout.bucket_offset(entry), self.layout.entries[entry]
+            views[entry] = described.shaped(whole[offset : offset + described.numel])
+        return Room(whole, self._summed(whole, slice), slice, views)
 
-    def _view(self, entry: int) -> Tensor:
-        bucket, offset = self._homes[entry], self.layout.bucket_offset(entry)
-        described = self.layout.entries[entry]
-        return described.shaped(self._buckets[bucket][offset : offset + described.numel])
+    def _summed(self, whole: Tensor, slice: Tensor) -> Tensor:
+        """What is kept of a bucket's sum."""
+        return slice
+
+    def _move_into(self, bucket: int, room: Room) -> None:
+        super()._move_into(bucket, room)
+        for entry, view in room.views.items():
+            self.views[entry] = view
+
+    def _reduce_in_place(self, bucket: int, op: str) -> Handle:
+        return self._comm.reduce_scatter(self._rooms[bucket].current.whole, self.sums[bucket], op=op)
 
 
 class ReplicatedGradients(WholeGradients):
@@ -109,12 +120,12 @@ class ReplicatedGradients(WholeGradients):
         sizes = numel_by_dtype(layout.buckets, lambda bucket: bucket.numel)
         return all(size <= room[dtype] for dtype, size in sizes.items())
 
-    def _room(self, bucket: Bucket) -> int:
+    def _reserved(self, bucket: Bucket) -> int:
         # Enough for another packing: its entries, and what cutting a bucket into equal slices can add at most.
         return sum(padded(entry.numel) for entry in bucket.entries) + bucket.world * BLOCK
 
-    def _kept(self, buckets: list[Tensor], slices: list[Tensor]) -> list[Tensor]:
-        return buckets
+    def _summed(self, whole: Tensor, slice: Tensor) -> Tensor:
+        return whole
 
     def _cut(self, bucket: Bucket) -> tuple[Piece, ...]:
         return cut_whole(bucket, self._slot_numel)
@@ -133,5 +144,5 @@ class ReplicatedGradients(WholeGradients):
             self._complete_oldest()
 
     def _reduce_in_place(self, bucket: int, op: str) -> Handle:
-        whole = self._buckets[bucket]
+        whole = self.sums[bucket]
         return self._comm.all_reduce(whole, whole, op=op)
