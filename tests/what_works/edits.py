@@ -39,12 +39,24 @@ def by_hand_no_grad(run):
     return weights(model)
 
 
-@case(SECTION, "An optimizer that `distribute` was not given", "steps all parameters on every rank; slower, the same")
+@case(SECTION, "An optimizer that `distribute` was not given", "steps this rank's copy", strategies=("ddp",))
 def not_given(run):
     model = run.distribute(double())
     optimizer = sgd(model)
     train(model, optimizer, run.batches(4))
     return weights(model)
+
+
+@refused(
+    SECTION,
+    "The same where ranks have parts",
+    "pass it: `sherd.distribute(model, optimizer)`",
+    match=r"this SGD steps a distributed model and was not passed to sherd\.distribute.*write model, optimizer = ",
+    strategies=("zero1", "zero2", "zero3"),
+)
+def not_given_under_zero(run):
+    model = run.distribute(double())
+    train(model, sgd(model), run.batches(1))
 
 
 def _routes(model):

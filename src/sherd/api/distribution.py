@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from sherd.api import optimizer as optimizers
 from sherd.api.arguments import sort_out
+from sherd.api.foreign import refuse_foreign_steps
 from sherd.api.membership import enrol
 from sherd.api.schedulers import guard_schedulers
 from sherd.api.training import Training
@@ -115,6 +116,7 @@ def distribute(
         if thing is not None:
             training.own(thing)
     enrol(model, engine)
+    refuse_foreign_steps()
     share_statistics(model, engine)
     if options.accumulate > 1:
         guard_schedulers()

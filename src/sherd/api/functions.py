@@ -62,7 +62,9 @@ def full_parameters(model: nn.Module) -> Iterator[None]:
     Every rank must make the same edits; they are compared, then written where the parameters live. A submodule of a
     distributed model will do, and copies less.
     """
-    with engine_of(model).editing.editing(model, compare=True):
+    engine = engine_of(model)
+    engine.refuse_torn("full_parameters")
+    with engine.editing.editing(model, compare=True):
         yield
 
 

@@ -38,7 +38,7 @@ def enrol(model: nn.Module, engine: Engine) -> None:
 
 def engine_of(module: nn.Module) -> Engine:
     """The engine of a distributed model, or of the model that `module` is a part of."""
-    engine = _find(module)
+    engine = find_engine(module)
     if engine is None:
         raise ConfigError(
             f"this {type(module).__name__} is not part of a distributed model; call sherd.distribute first"
@@ -48,17 +48,18 @@ def engine_of(module: nn.Module) -> Engine:
 
 def is_distributed(member: nn.Module | nn.Parameter) -> bool:
     """Whether it is a distributed model or a part of one."""
-    return _find(member) is not None
+    return find_engine(member) is not None
 
 
-def _find(member: nn.Module | nn.Parameter) -> Engine | None:
+def find_engine(member: nn.Module | nn.Parameter) -> Engine | None:
+    """The engine of a distributed model, a part of one or one of its parameters, or None."""
     reference = _engines.get(member)
     return None if reference is None else reference()
 
 
 def _engines_of(module: nn.Module) -> list[Engine]:
     """The engines of all distributed models that it is, contains or is a part of."""
-    return list({id(engine): engine for engine in map(_find, module.modules()) if engine is not None}.values())
+    return list({id(engine): engine for engine in map(find_engine, module.modules()) if engine is not None}.values())
 
 
 def _wrap_loading() -> None:
@@ -75,7 +76,14 @@ def _wrap_loading() -> None:
         with ExitStack() as edits:
             for engine in engines:
                 edits.enter_context(engine.editing.editing(self, compare=False))
-            return original(self, state_dict, strict, assign)
+            found = original(self, state_dict, strict, assign)
+        if engines:
+            missing = set(found.missing_keys)
+            named = self.named_parameters(remove_duplicate=False)
+            loaded = [parameter for name, parameter in named if name not in missing]
+            for engine in engines:
+                engine.loaded(loaded)
+        return found
 
     load_state_dict.__sherd__ = True  # type: ignore[attr-defined]
     nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
@@ -86,10 +94,12 @@ def _wrap_saving() -> None:
 
     @functools.wraps(original)
     def state_dict(self: nn.Module, *args: Any, **options: Any) -> Any:
+        whole = not args and "destination" not in options  # else it is a part of another call
+        engines = _engines_of(self) if whole else []
+        for engine in engines:
+            engine.refuse_torn("model.state_dict()")
         state = original(self, *args, **options)
-        if args or "destination" in options:
-            return state  # a part of another call
-        for engine in _engines_of(self):
+        for engine in engines:
             if not engine.store.whole:
                 with labelled(f"state_dict() after step {engine.steps}, which all ranks must call"):
                     # Or a rank alone might find the others where they gather the same, or in a barrier.

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from sherd.api.updaters import WholeUpdater, check_parameters
 from sherd.comm import labelled
-from sherd.engine.engine import Engine
+from sherd.engine.engine import Engine, Update
 from sherd.engine.optimizer_shard import OptimizerShard
 from sherd.errors import ConfigError, SherdError
 from sherd.strategies import Strategy
@@ -48,8 +48,8 @@ class Training:
             with torch.enable_grad():
                 loss = closure()
         if engine.prepare_step():
-            with engine.updating() as used:
-                _hooked(optimizer, lambda: updater.step(used))
+            with engine.updating() as update:
+                _hooked(optimizer, lambda: _begin(update, lambda: updater.step(update.used)))
         return loss
 
     def _step_by_closure(self, optimizer: Optimizer, closure: Closure, updater: WholeUpdater) -> Any:
@@ -67,8 +67,8 @@ class Training:
                 )
             return loss
 
-        with self.engine.updating():
-            return _hooked(optimizer, lambda: updater.step((), evaluate))
+        with self.engine.updating() as update:
+            return _hooked(optimizer, lambda: _begin(update, lambda: updater.step((), evaluate)))
 
     def zero_grad(self, set_to_none: bool) -> None:
         """What `optimizer.zero_grad()` does."""
@@ -76,17 +76,20 @@ class Training:
 
     def optimizer_state(self) -> dict[str, Any]:
         """What `optimizer.state_dict()` gives."""
+        self.engine.refuse_torn("optimizer.state_dict()")
         with labelled(f"optimizer.state_dict() after step {self.engine.steps}"):
             return self.updater.state_dict(self.engine.comm)
 
     def whole_state(self) -> dict[Any, Any]:
         """What a copy of the optimizer keeps as its `state`."""
+        self.engine.refuse_torn("a copy of the optimizer")
         with labelled(f"a copy of the optimizer after step {self.engine.steps}"):
             return self.updater.whole_state(self.engine.comm)
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """What `optimizer.load_state_dict(state)` does."""
         self.updater.load_state_dict(state)
+        self.engine.loaded_optimizer()
 
     def check_group(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse a new group with parameters of something else."""
@@ -117,6 +120,12 @@ def training_of(thing: nn.Module | Optimizer) -> Training:
 def find_training(thing: nn.Module | Optimizer) -> Training | None:
     """The same, or None."""
     return vars(thing).get(_ATTRIBUTE)
+
+
+def _begin(update: Update, run: Callable[[], Any]) -> Any:
+    """Behind the hooks of a step, which may refuse it while nothing has changed."""
+    update.begun = True
+    return run()
 
 
 def _hooked(optimizer: Optimizer, update: Callable[[], Any]) -> Any:

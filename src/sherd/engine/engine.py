@@ -9,9 +9,11 @@ strategy made its choices.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+from torch import nn
 from torch.optim import Optimizer
 
 from sherd import observe
@@ -30,6 +32,7 @@ from sherd.engine.layout import ShardLayout
 from sherd.engine.mesh import Mesh
 from sherd.engine.rounds import Rounds
 from sherd.engine.stores import ParameterStore, PrivateStore, ReplicaStore
+from sherd.engine.torn import Torn
 from sherd.engine.trained import Trained
 from sherd.engine.watch import Watch
 from sherd.errors import Diverged, SherdError
@@ -43,6 +46,16 @@ _STORES: dict[Parameters, type[ParameterStore]] = {
     Parameters.GATHERED_BY_HOST: HostGatheredStore,
     Parameters.HOST: HostStore,
 }
+
+
+@dataclass
+class Update:
+    """One update of the parameters."""
+
+    used: list[bool]
+    """by entry: whether it has a gradient on any rank"""
+    begun: bool = False
+    """whether something may have been changed"""
 
 
 class Engine:
@@ -66,7 +79,8 @@ class Engine:
         self.store = _STORES[choices.parameters](self.mesh, self.trained)
         self.store.from_leader(inventory.buffers)
         self._guard = EditGuard(comm, inventory, self.store, checksums=options.check == "edits")
-        watch = Watch(comm, inventory, self._guard, optimizer)
+        self._torn = Torn(inventory, comm.rank, optimizer is not None)
+        watch = Watch(comm, inventory, self._guard, self._torn, optimizer)
         self.rounds = Rounds(comm, self.trained, choices, options, watch, unfreeze=self._unfreeze)
         self._buffers = BufferSync(comm, inventory, options.sync_buffers)
         self.editing = Editing(inventory, self.store, self._guard)
@@ -94,6 +108,7 @@ class Engine:
 
     def prepare_step(self) -> bool:
         """Whether this `step()` is a real one and its gradient is fit for it. Collective if it is real."""
+        self.refuse_torn("step()")
         if self.editing.under_way:
             raise SherdError(f"rank {self.comm.rank}: step() inside full_parameters; leave it first")
         if not self.rounds.window.advance():
@@ -108,17 +123,37 @@ class Engine:
         return True
 
     @contextmanager
-    def updating(self) -> Iterator[list[bool]]:
-        """Parameters may be updated by their owners inside; gives which of them have a gradient."""
+    def updating(self) -> Iterator[Update]:
+        """Parameters may be updated by their owners inside."""
         self._guard.check()
         with labelled(f"step {self.steps}"):
             if self._guard.compares:  # which also waits until nobody reads what is about to be updated
                 self._guard.compare_if_any(f"before the update of step {self.steps}")
             self.store.acquire()
-            yield self.rounds.access.used
-            self.store.publish()
+            update = Update(self.rounds.access.used)
+            try:
+                yield update
+                self.store.publish()
+            except BaseException as error:
+                if update.begun:
+                    self._torn.tear(self.steps, error)
+                raise
         self._guard.accept()
         self.rounds.number += 1
+
+    def refuse_torn(self, what: str) -> None:
+        """Raise if `what` would use what an update has left half done."""
+        self._torn.refuse(what)
+
+    def loaded(self, parameters: Iterable[nn.Parameter]) -> None:
+        """These parameters were loaded on all ranks."""
+        if self._torn.loaded(parameters):
+            self.rounds.restart()
+
+    def loaded_optimizer(self) -> None:
+        """The optimizer's state was loaded."""
+        if self._torn.loaded_optimizer():
+            self.rounds.restart()
 
     def _unfreeze(self, indices: list[int]) -> None:
         """Train parameters that were frozen until now. Collective."""

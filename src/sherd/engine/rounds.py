@@ -332,6 +332,11 @@ class Rounds:
         finally:
             self._holding = before
 
+    def restart(self) -> None:
+        """Begin anew, with no gradient and at the beginning of a window."""
+        self.window = Window(self.window.length)
+        self.forget()
+
     def forget(self, keep_zeros: bool = False) -> None:
         """Drop the gradient, as `zero_grad()` does after a real step; nothing is dropped inside a window.
 

@@ -12,20 +12,30 @@ from sherd.engine.apart import unnoticed
 from sherd.engine.edits import EditGuard
 from sherd.engine.inventory import Inventory
 from sherd.engine.settings import compare_optimizers, hash_of, settings_of
+from sherd.engine.torn import Torn
 from sherd.errors import SherdError
 
 
 class Watch:
     """Looks at parameters before a round, and at what ranks told each other after it."""
 
-    def __init__(self, comm: Communicator, inventory: Inventory, guard: EditGuard, optimizer: Optimizer | None) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        inventory: Inventory,
+        guard: EditGuard,
+        torn: Torn,
+        optimizer: Optimizer | None,
+    ) -> None:
         self._comm = comm
         self._inventory = inventory
         self._guard = guard
+        self._torn = torn
         self._optimizer = optimizer
 
     def check(self) -> None:
         """Raise if something was done to the model on this rank that cannot be right."""
+        self._torn.refuse("this backward")
         self._guard.check()
         with unnoticed():
             hooks: list[Any] = [parameter._post_accumulate_grad_hooks for parameter in self._inventory.parameters]
