@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 RANKS ?= 2
 
-.PHONY: help train test lint unit fuzz docs bench-collectives bench-training bench-memory bench-backend bench-cluster clean
+.PHONY: help train test test-isa lint unit fuzz docs bench-collectives bench-training bench-memory bench-backend bench-cluster clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -28,6 +28,9 @@ lint: $(READY) ## ruff, mypy --strict and the layers
 
 unit: $(READY) ## all tests
 	$(BIN)/python -m pytest
+
+test-isa: $(READY) ## the bitwise tests as on weaker CPUs: with lower instruction sets; prints what took effect
+	$(BIN)/python -m tests.instruction_sets
 
 fuzz: $(READY) ## long randomised runs
 	$(BIN)/python -m pytest -m fuzz --timeout 1200

@@ -96,9 +96,7 @@ def own_optimizer(strategy):
             train(model, optimizer, batches)
             close(weights(model), weights(plain))
         else:
-            with pytest.raises(
-                ConfigError, match=r"this SGD steps .* was not passed.*write model, "
-            ):
+            with pytest.raises(ConfigError, match=r"this SGD steps .* was not passed.*write model, "):
                 train(model, optimizer, batches)
 
 

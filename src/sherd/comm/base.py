@@ -407,7 +407,14 @@ class Communicator(ABC):
 def _flat(tensor: Tensor) -> Tensor:
     if tensor.requires_grad:
         tensor = tensor.detach()
-    return tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1)
+    return tensor if tensor.stride() == (1,) else _line(tensor.reshape(-1))
+
+
+def _line(flat: Tensor) -> Tensor:
+    """The same elements one after the other. One alone may have any stride, and be no row of bytes to torch."""
+    if flat.stride() == (1,):
+        return flat
+    return flat.contiguous() if flat.numel() > 1 else flat.as_strided(flat.shape, (1,))
 
 
 def _output(input: Tensor, output: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
@@ -418,7 +425,7 @@ def _output(input: Tensor, output: Tensor | None, form: Form) -> tuple[Tensor, T
         )
     target = output.detach() if output.requires_grad else output
     if target.is_contiguous():
-        return output, target if target.dim() == 1 else target.view(-1)
+        return output, target if target.stride() == (1,) else _line(target.view(-1))
     return output, torch.empty(target.numel(), dtype=form.dtype, device=input.device)
 
 
