@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 RANKS ?= 2
 
-.PHONY: help train test test-isa lint unit fuzz docs bench-collectives bench-training bench-memory bench-backend bench-cluster clean
+.PHONY: help train test test-isa lint unit fuzz docs bench-collectives bench-training bench-memory bench-backend bench-cluster bench-edits clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -56,6 +56,9 @@ bench-backend: $(READY) ## torch's DDP and FSDP2 over the sherd backend and over
 
 bench-cluster: $(READY) ## sherd and torch's own on two hosts with 1 Gbit/s between them; needs root
 	$(BIN)/python -m benchmarks.cluster
+
+bench-edits: $(READY) ## what looking for edits of parameters costs a step without any
+	$(BIN)/python -m benchmarks.edits
 
 clean: ## remove the environment and every cache
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build src/*.egg-info

@@ -90,6 +90,11 @@ def distribute(
     loading = LoaderOptions(global_batch=global_batch, iterable=iterable)
     if not loaders and loading != LoaderOptions():
         raise ConfigError(f"{loading} is about a loader; pass it: sherd.distribute(model, optimizer, loader)")
+    if optimizer is None and options.accumulate > 1:
+        raise ConfigError(
+            f"accumulate={options.accumulate} counts the optimizer's step() calls, and no optimizer was passed; write "
+            f"sherd.distribute(model, optimizer, accumulate={options.accumulate})"
+        )
     model = models[0] if len(models) == 1 else nn.ModuleList(models)
     inventory = Inventory.of(model, dry=isinstance(comm, Communicator) and comm.dry)
     for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
