@@ -75,7 +75,7 @@ RULES = {
     "constant gradient": lambda weight, gradient, state: weight.dim() and gradient.std() == 0,
     "small gradient": lambda weight, gradient, state: weight.dim() and gradient.norm() < 1e-3,
     "large gradient": lambda weight, gradient, state: gradient.norm() > 2e4,
-    "large for the weight": lambda weight, gradient, state: weight.dim() and gradient.norm() > 1e8 * weight.norm(),
+    "large for the weight": lambda weight, gradient, state: weight.dim() and gradient.norm() > 1e5 * weight.norm(),
     "sparse": lambda weight, gradient, state: weight.dim() and (gradient == 0).float().mean() > 0.95,
     "turned": lambda weight, gradient, state: cosine(state["momentum"], gradient) < -0.3,
     "going on": lambda weight, gradient, state: cosine(state["momentum"], gradient) > 0.9,

@@ -25,7 +25,7 @@ Shapes = Mapping[int, tuple[int, ...]]
 
 _ODD: Shapes = {0: (), 1: (517,), 2: (23, 45), 3: (7, 9, 11), 4: (5, 7, 3, 9)}
 """Cuts fall into the middle of everything."""
-_ROUND: Shapes = {0: (), 1: (768,), 2: (192, 96), 3: (48, 16, 16), 4: (48, 16, 4, 4)}
+_ROUND: Shapes = {0: (), 1: (768,), 2: (48, 32), 3: (48, 4, 4), 4: (48, 4, 2, 2)}
 """For optimizers that divide parameters among ranks, and want these to come out even."""
 _LARGE, _LARGE_MATRIX = 128, (129, 131)
 """A rule for matrices may be for large ones only. It looks at the shorter side, and 128 is a usual bound."""
@@ -78,12 +78,14 @@ def _needs_closure(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def _undisturbed(optimizer: Optimizer) -> Iterator[list[str]]:
-    """Random states stay as they are, and collectives raise. Gives the names of those that were called."""
+    """Random states stay as they are, collectives raise, and nothing is compiled, which takes seconds and uses up the
+    variants that a function may be compiled in. Gives the names of the collectives that were called."""
     devices = {each.device for group in optimizer.param_groups for each in group["params"]}
     accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
     before = random.getstate()
     try:
-        with torch.random.fork_rng(accelerators), no_collectives() as called:
+        eager = torch.compiler.set_stance("force_eager")
+        with eager, torch.random.fork_rng(accelerators), no_collectives() as called:
             yield called
     finally:
         random.setstate(before)
