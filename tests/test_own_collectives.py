@@ -59,7 +59,7 @@ class Counting(logging.Handler):
 
 
 def communicating():
-    import torch.distributed._functional_collectives  # noqa: F401
+    import torch.distributed._functional_collectives
 
     with connected() as c:
         handler = Counting()

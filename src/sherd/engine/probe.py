@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
@@ -69,7 +70,8 @@ class Probe:
             return WhyNot("it keeps tensors inside a list or dict in its state, which cannot be cut")
         try:
             alike = self._alike(steps, ()) and self._alike(steps, CUTS)
-            alike = alike and all(self._alike(self.record(run, partly=True)[0], CUTS) for run in self.special)
+            with _one_thread():
+                alike = alike and all(self._alike(self.record(run, partly=True)[0], CUTS) for run in self.special)
         except Exception as error:
             return _failed("it needs parameters of a certain shape, or their attributes, and parts are flat", error)
         return None if alike else WhyNot("it treats a parameter as a whole: stepping it in pieces gives other numbers")
@@ -124,6 +126,17 @@ class Probe:
             if isinstance(value, Tensor) and value.shape == self.model.shape:
                 lent[key] = value.new_full(tensor.shape, value.flatten()[0].item())
         return dict(lent)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Some operations wake all threads for a thousand elements, and wait for them: seconds, if the cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _stepped(
