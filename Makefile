@@ -13,6 +13,8 @@ help: ## list the targets
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,test]'
+# Not in an extra: what timm depends on brings a torchvision for CUDA. The tests need its optimizers only.
+	$(BIN)/python -m pip install --quiet --no-deps 'timm>=1.0.20'
 	touch $@
 
 train: $(READY) ## train a small GPT on RANKS (2) ranks of this machine

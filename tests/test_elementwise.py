@@ -19,9 +19,9 @@ EVERY_CLASS = {
 }
 NOT_ELEMENTWISE = {
     "Adafactor": "treats a parameter as a whole",
-    "LBFGS": "failed on a small parameter: TypeError: .*closure",
-    "Muon": "failed on a part of a parameter: ValueError: .*2D",
-    "SparseAdam": "failed on a small parameter: RuntimeError: .*dense gradients",
+    "LBFGS": r"step\(\) needs a closure",
+    "Muon": "parameters of a certain shape.*ValueError: .*2D",
+    "SparseAdam": "more than parameters with dense gradients.*RuntimeError: .*dense gradients",
 }
 
 
@@ -30,9 +30,9 @@ def parameters(*shapes, dtype=torch.float32):
 
 
 def assert_why_not(optimizer, pattern):
-    reason = why_not_elementwise(optimizer)
-    assert reason is not None, pattern
-    assert re.search(pattern, reason), reason
+    why_not = why_not_elementwise(optimizer)
+    assert why_not is not None, pattern
+    assert re.search(pattern, f"{why_not.cause}: {why_not.own_words}"), why_not
 
 
 @pytest.mark.parametrize("name", EVERY_CLASS)
@@ -50,6 +50,12 @@ def test_every_class_of_torch(name):
 @pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad])
 def test_implementations_and_dtypes(kind, how, dtype):
     assert why_not_elementwise(kind(parameters((8, 16), (4,), dtype=dtype), **how)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+@pytest.mark.parametrize("name", [name for name in EVERY_CLASS if name not in NOT_ELEMENTWISE])
+def test_every_elementwise_class_in_other_dtypes(name, dtype):
+    assert why_not_elementwise(EVERY_CLASS[name](parameters((8, 16), (4,), dtype=dtype))) is None
 
 
 def test_options_decide_group_by_group():
@@ -169,3 +175,65 @@ class EarlyState(optim.SGD):
 
 def test_state_made_by_init():
     assert why_not_elementwise(EarlyState(parameters((8, 16)))) is None
+
+
+class Orthogonalised(optim.SGD):
+    """Counts on matrices, and says so in its own way."""
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= parameter.grad / max(parameter.shape[-2], parameter.shape[-1])
+
+
+class Sharpness(optim.SGD):
+    """Says only when it is called that it wants a closure."""
+
+    def step(self, closure=None):
+        assert closure is not None, "a closure is required"
+
+
+def test_an_exception_of_the_optimizers_own_is_told_as_its_own():
+    why_not = why_not_elementwise(Orthogonalised(parameters((8, 16)), lr=0.1))
+    assert "shape" in why_not.cause
+    assert 'strategy="ddp"' in why_not.fix
+    assert why_not.own_words == "IndexError: tuple index out of range"
+    why_not = why_not_elementwise(Sharpness(parameters((8, 16)), lr=0.1))
+    assert "needs a closure" in why_not.cause
+    assert why_not.own_words == "AssertionError: a closure is required"
+
+
+class LargeOnly(optim.SGD):
+    """Normalises matrices whose sides are both long."""
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            large = parameter.dim() == 2 and min(parameter.shape) >= 128
+            parameter -= parameter.grad / (parameter.grad.norm() if large else 1)
+
+
+def test_rules_for_large_matrices_count_where_there_are_any():
+    assert why_not_elementwise(LargeOnly(parameters((8, 16)), lr=0.1)) is None
+    assert_why_not(LargeOnly(parameters((8, 16), (200, 128)), lr=0.1), "treats a parameter as a whole")
+
+
+def test_a_compiled_step_is_tried_without_compiling():
+    compiled = []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    class Compiled(optim.SGD):
+        @torch.no_grad()
+        def step(self):
+            for parameter in self.param_groups[0]["params"]:
+                move(parameter, parameter.grad)
+
+    move = torch.compile(lambda parameter, gradient: parameter.sub_(gradient), backend=backend)
+    assert why_not_elementwise(Compiled(parameters((8, 16)), lr=0.1)) is None
+    assert not compiled
+    with torch.no_grad():
+        move(torch.ones(3), torch.ones(3))
+    assert compiled

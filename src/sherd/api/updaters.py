@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from sherd.comm import Communicator
 from sherd.engine.choices import Choices, Parameters
-from sherd.engine.elementwise import why_not_elementwise
+from sherd.engine.elementwise import own_collective, why_not_elementwise
 from sherd.engine.engine import Engine
 from sherd.engine.optimizer_shard import OptimizerShard, step_unhooked
 from sherd.errors import ConfigError
 from sherd.strategies import Strategy
+
+log = logging.getLogger("sherd")
 
 
 class WholeUpdater:
@@ -45,13 +49,22 @@ class WholeUpdater:
 
 def check_optimizer(optimizer: Optimizer, choices: Choices, strategy: Strategy) -> None:
     """Refuse an optimizer that cannot work in parts where that is what the strategy asks for."""
+    name = type(optimizer).__name__
     if choices.parameters is Parameters.REPLICAS:
+        # Not refused: one that divides the work among ranks, and does nothing to gradients, is right here too.
+        if (collective := own_collective(optimizer)) and torch.distributed.get_rank() == 0:
+            log.warning(
+                "%s communicates by itself: its step() calls %s of torch.distributed. sherd has averaged the gradients "
+                "by then, and the ranks have the same ones; use the optimizer's single-process variant if it has one",
+                name,
+                collective,
+            )
         return
-    reason = why_not_elementwise(optimizer)
-    if reason is not None:
+    if why_not := why_not_elementwise(optimizer):
+        own_words = f". Its own words: {why_not.own_words}" if why_not.own_words else ""
         raise ConfigError(
-            f"{type(optimizer).__name__} cannot be sharded: {reason}. strategy={strategy.name!r} updates every "
-            f'parameter in parts; write strategy="ddp", which keeps parameters whole'
+            f"{name} cannot be sharded: {why_not.cause}. strategy={strategy.name!r} updates every parameter in flat "
+            f"parts; {why_not.fix}{own_words}"
         )
 
 
