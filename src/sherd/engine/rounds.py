@@ -316,6 +316,11 @@ class Rounds:
         self._weights.set(weight)
 
     @property
+    def weights(self) -> Weights:
+        """How contributions count."""
+        return self._weights
+
+    @property
     def weight(self) -> float:
         """How much the backward under way counts on this rank, against those of the others."""
         return self._weights.current
