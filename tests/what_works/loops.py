@@ -198,7 +198,8 @@ def closure_without_a_loss(run):
 @case(
     "Loops",
     "`accumulate=2`",
-    "every second `step()` is real; gradients are averaged over the backwards, so that nothing is divided by hand",
+    "every second `step()` is real; gradients are averaged over the backwards, so that nothing is divided by hand; the "
+    "bits are the same under all strategies with the same `accumulate_at`, whose defaults differ",
 )
 def accumulated(run):
     found = {}

@@ -296,7 +296,7 @@ class Rounds:
     def clip(self, max_norm: float) -> float:
         """Scale the gradient so that its 2-norm is at most `max_norm`; the norm it had. Collective.
 
-        The same bits on every rank and under every strategy.
+        The same bits on every rank, and under every strategy that accumulates at the same place.
         """
         self.settle()
         with labelled(f"the gradient norm of step {self.number}"):
