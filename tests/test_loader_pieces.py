@@ -202,6 +202,30 @@ def test_two_iterators_of_one_loader(ranks, workers):
     ranks(2).run(interleaved, workers)
 
 
+def kept_workers(transport):
+    """Persistent workers, of which ranks have different numbers, over epochs that are left and begun again."""
+    with connected(transport) as c, pieces(6):
+        options = {**WORKERS, "num_workers": 1 + 2 * c.rank, "persistent_workers": True}
+        torch.manual_seed(c.rank)
+        loader = DataLoader(Numbers(37), 2, shuffle=True, generator=torch.Generator().manual_seed(9), **options)
+        sharded(loader, c)
+        found = []
+        for stop in (3, None, 1, None):
+            for batch in itertools.islice(loader, stop):
+                found.append((batch.tolist(), share.current()))
+                c.barrier().wait()
+        return found
+
+
+@pytest.mark.parametrize("transport", ["host", "c10d"])
+def test_persistent_workers_serve_epochs_in_pieces(ranks, transport):
+    plain = DataLoader(
+        Numbers(37), 4, shuffle=True, generator=torch.Generator().manual_seed(9), persistent_workers=True, **WORKERS
+    )
+    expected = [batch.tolist() for stop in (3, None, 1, None) for batch in itertools.islice(plain, stop)]
+    assert counted(ranks(2).run(kept_workers, transport)) == expected
+
+
 def left_and_begun_again(workers):
     """Training over an uneven end, after an epoch that was left with batches drawn ahead."""
     with connected() as c, pieces(4):
