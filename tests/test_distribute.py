@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -12,6 +13,7 @@ from tests.training_helpers import (
     all_same,
     batch,
     connected,
+    differ,
     distributed,
     loss_of,
     network,
@@ -250,6 +252,33 @@ def test_frozen_mixed_dtypes_and_0_dim_parameters(ranks):
 def descriptions(transport):
     with connected(transport) as c:
         return {s: sherd.describe(distributed(c, s, optimizer=adamw)[0]) for s in STRATEGIES}
+
+
+DEFAULTS = {"ddp": "rank", "zero1": "rank", "zero2": "owner", "zero3": "owner"}
+
+
+def accumulations():
+    """What a model says about its accumulation, and its weights, by where it is to accumulate."""
+    found = {}
+    with connected() as c:
+        for where, strategy in itertools.product((None, "rank", "owner"), STRATEGIES):
+            model, optimizer = distributed(c, strategy, accumulate=3, accumulate_at=where)
+            train(model, optimizer, (batch(c.rank, step) for step in range(6)))
+            lines = [line for line in sherd.describe(model).splitlines() if line.startswith("accumulate ")]
+            found[where, strategy] = lines, weights(model)
+        assert not any(line.startswith("accumulate ") for line in sherd.describe(distributed(c, "ddp")[0]).splitlines())
+    return found
+
+
+def test_describe_says_where_gradients_are_accumulated_which_decides_bits(ranks):
+    for found in ranks(2).run(accumulations):
+        for (where, strategy), ((line,), _) in found.items():
+            expected = where or DEFAULTS[strategy]
+            assert f"3 backwards per step, added up at the {expected}, " in line
+            assert line.endswith(f'with accumulate_at="{expected}"')
+        for strategy, where in DEFAULTS.items():
+            same(found[None, strategy][1], found[where, "ddp"][1])
+        assert differ(found[None, "ddp"][1], found[None, "zero2"][1])
 
 
 @pytest.mark.parametrize("transport", ["host", "c10d"])

@@ -19,7 +19,6 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -357,11 +356,6 @@ def test_a_world_of_one_leaves_the_loader_alone(capsys):
         assert large.batch_size == 4 and [len(batch) for batch in large] == [4, 1]
 
 
-class Endless(Sampler):
-    def __iter__(self):
-        return itertools.count()
-
-
 def refusals():
     with connected() as c:
         for thing in ([1, 2], (n for n in range(3)), Numbers(3)):
@@ -369,10 +363,6 @@ def refusals():
                 sharded(thing, c)
         with pytest.raises(ConfigError, match="distributed already"):
             sharded(sharded(DataLoader(Numbers(4)), c), c)
-        with pytest.raises(ConfigError, match=r"Endless has no len\(\).*leave this loader out of distribute"):
-            sharded(DataLoader(Numbers(4), sampler=Endless()), c)
-        with pytest.raises(ConfigError, match=r"Endless has no len\(\)"):
-            sharded(DataLoader(Numbers(4), batch_sampler=Endless()), c)
         with pytest.raises(ConfigError, match="write in_order=True"):
             sharded(DataLoader(Numbers(4), num_workers=1, in_order=False), c)
         for replicas, rank, text in ((3, c.rank, "num_replicas=3 where there are 2"), (2, 0, r"rank=\[0, 0\]")):

@@ -152,7 +152,8 @@ class StepOptions(Options):
 
     accumulate_at: str | None = None
     """Where they are added up: on the "rank" that made them (one exchange per step) or at the "owner" of each slice (an
-    exchange per backward, no room for a local gradient). None: what suits the strategy."""
+    exchange per backward, no room for a local gradient). None: what suits the strategy, "rank" for ddp and zero1 and
+    "owner" for zero2 and zero3. The two round differently: strategies give the same bits where it is the same."""
 
     clip_norm: float | None = None
     """Scale the gradient of every step so that its 2-norm is at most this."""

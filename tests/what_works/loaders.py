@@ -12,6 +12,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -123,6 +124,49 @@ class Pairs(BatchSampler):
 
     def __len__(self):
         return len(self.batches)
+
+
+@case(
+    SECTION,
+    "`RandomSampler(dataset, replacement=True, num_samples=10**10)`, and `break`",
+    "begins at once: the order is agreed on in pieces",
+)
+def counted_in_steps(run):
+    dataset = _dataset(15)
+    return _train_steps(run, dataset, RandomSampler(dataset, replacement=True, num_samples=10**10, generator=_seeded()))
+
+
+class Endless(Sampler):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        generator = _seeded()
+        while True:
+            yield from torch.randperm(self.samples, generator=generator).tolist()
+
+
+@case(SECTION, "A sampler without an end or a `len()`, and `break`", "its order on rank 0 is dealt")
+def endless(run):
+    return _train_steps(run, _dataset(15), Endless(15))
+
+
+def _seeded():
+    return torch.Generator().manual_seed(5)
+
+
+def _train_steps(run, dataset, sampler, steps=4):
+    """A loop that leaves its only epoch."""
+    model = double()
+    loader = DataLoader(dataset, BATCH // run.world, sampler=sampler)
+    model, optimizer, loader = run.distribute(model, adamw(model), loader)
+    for step, data in enumerate(loader):
+        if step == steps:
+            break
+        loss_of(model, data).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
 
 
 @case(SECTION, "A `batch_sampler` of your own", "its batches stay as they are, and are dealt in turn")
@@ -323,18 +367,6 @@ def other_split(run):
     torch.manual_seed(run.rank)
     chosen, _ = random_split(_dataset(12), [8, 4])
     _train(run, DataLoader(chosen, 2))
-
-
-class Endless(RandomSampler):
-    def __len__(self):
-        raise TypeError("endless")
-
-
-@refused(
-    SECTION, "A sampler without an end", "leave the loader out, and give each rank its own", match=r"has no len\(\)"
-)
-def endless(run):
-    _train(run, DataLoader(_dataset(12), 2, sampler=Endless(_dataset(12))))
 
 
 @refused(

@@ -156,8 +156,50 @@ def closure(run):
 
 @case(
     "Loops",
+    '`LBFGS`, with `line_search_fn="strong_wolfe"` and without',
+    "its closure's loss is reduced over the ranks as the gradient is, and `step(closure)` returns it on every rank",
+    strategies=("ddp",),
+)
+def line_search(run):
+    found = {}
+    for search in ("strong_wolfe", None):
+        model = double()
+        lr = 1.0 if search else 0.1
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=lr, max_iter=5, line_search_fn=search)
+        model, optimizer = run.distribute(model, optimizer)
+        losses = []
+        for data in run.batches(rows=10):
+
+            def evaluate(data=data, model=model, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = loss_of(model, data)
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(evaluate).detach())
+        found[str(search)] = {"losses": torch.stack(losses), **weights(model)}
+    return together(**found)
+
+
+@refused(
+    "Loops",
+    "A closure without `return loss`, for an optimizer that decides by the loss",
+    "end the closure with `return loss`",
+    match="the closure of LBFGS.* returned None .*`return loss`",
+    strategies=("ddp",),
+)
+def closure_without_a_loss(run):
+    model = double()
+    model, optimizer = run.distribute(model, torch.optim.LBFGS(model.parameters()))
+    data = next(run.batches())
+    optimizer.step(lambda: loss_of(model, data).backward())
+
+
+@case(
+    "Loops",
     "`accumulate=2`",
-    "every second `step()` is real; gradients are averaged over the backwards, so that nothing is divided by hand",
+    "every second `step()` is real; gradients are averaged over the backwards, so that nothing is divided by hand; the "
+    "bits are the same under all strategies with the same `accumulate_at`, whose defaults differ",
 )
 def accumulated(run):
     found = {}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from sherd.api.training import Training
-from sherd.engine.choices import Parameters
+from sherd.engine.choices import AccumulateAt, Parameters
+from sherd.engine.engine import Engine
 
 
 def described(training: Training) -> str:
-    """Strategy, shards, bytes by kind, buckets and transport. Collective: it sums up over the ranks."""
+    """Strategy, accumulation, shards, bytes by kind, buckets and transport. Collective: it sums up over the ranks."""
     engine = training.engine
     layout, comm = engine.layout, engine.comm
     mine = {"parameters": engine.store.bytes(), **engine.gradients.bytes(), "optimizer state": training.state_bytes()}
@@ -24,6 +25,7 @@ def described(training: Training) -> str:
     lines = [
         f"strategy   {training.strategy.name}: parameters {engine.choices.parameters.value}, "
         f"gradients {engine.choices.gradients.value}, accumulated at the {engine.choices.accumulate_at.value}",
+        *_accumulation(engine),
         f"ranks      {comm.world} over {comm.transport}",
         f"model      {layout.numel:,} trainable elements in {len(layout.entries)} parameters, "
         f"{layout.padded_numel:,} with padding; {frozen:,} frozen",
@@ -36,3 +38,15 @@ def described(training: Training) -> str:
         total = sum(each[kind] for each in everybody)
         lines.append(f"  {kind:<18}{own:>16,}{total:>16,}{total / numel:>16.2f}")
     return "\n".join(lines)
+
+
+def _accumulation(engine: Engine) -> list[str]:
+    """Where backwards are added up, if a step has several: it decides bits, and strategies differ in it."""
+    backwards, where = engine.rounds.window.length, engine.choices.accumulate_at
+    if backwards == 1:
+        return []
+    how = "the rank, one exchange per step" if where is AccumulateAt.RANK else "the owner, an exchange per backward"
+    return [
+        f"accumulate {backwards} backwards per step, added up at {how}; the same bits as another strategy with "
+        f'accumulate_at="{where.value}"'
+    ]

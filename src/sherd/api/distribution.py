@@ -68,7 +68,8 @@ def distribute(
 
     strategy: "ddp", "zero1", "zero2", "zero3", or an object with options such as `sherd.ZeRO(stage=2, ...)`.
     accumulate: every K-th `step()` is the real one; `step()`, `zero_grad()` and a scheduler's `step()` do nothing in
-        between. The gradient is the mean over ranks and backwards (the sum, with `loss_reduction="sum"`).
+        between. The gradient is the mean over ranks and backwards (the sum, with `loss_reduction="sum"`). Strategies
+        then give the same bits if you write the same `accumulate_at="rank"` or `"owner"`: their defaults differ.
     accumulate_at, clip_norm, nonfinite, loss_reduction, sync_buffers, bucket_bytes, check: see `sherd.StepOptions`.
     global_batch, iterable: see `sherd.LoaderOptions`.
     comm: options for the communicator, or one that exists.

@@ -17,8 +17,8 @@ from sherd.errors import ConfigError
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Scale the gradient so that its 2-norm over all parameters is at most `max_norm`; the norm that it had.
 
-    Collective. The same bits on every rank and under every strategy. NaN inside an accumulation window, where there is
-    no gradient yet. `sherd.distribute(..., clip_norm=)` does it in every step.
+    Collective. The same bits on every rank, and under every strategy with the same `accumulate_at`. NaN inside an
+    accumulation window, where there is no gradient yet. `sherd.distribute(..., clip_norm=)` does it in every step.
     """
     rounds = training_of(model).engine.rounds
     if not max_norm > 0:
@@ -49,7 +49,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     Where gradients are added up on the rank, they are not exchanged until a backward outside. Where they are added up
     at their owners (the default of zero2 and zero3) every backward is exchanged all the same: there is no room for a
-    local gradient. The gradient is the same.
+    local gradient. The gradient is the same but for its rounding; write the same `accumulate_at` for the same bits.
     """
     with training_of(model).engine.rounds.hold():
         yield
@@ -69,5 +69,5 @@ def full_parameters(model: nn.Module) -> Iterator[None]:
 
 
 def describe(model: nn.Module) -> str:
-    """Strategy, shards, bytes by kind, buckets and transport of a distributed model, as text. Collective."""
+    """Strategy, accumulation, shards, bytes by kind, buckets and transport of a distributed model. Collective."""
     return described(training_of(model))

@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 from sherd.api.updaters import WholeUpdater, check_parameters
 from sherd.comm import labelled
 from sherd.engine.engine import Engine, Update
+from sherd.engine.loss import loss_of_all
 from sherd.engine.optimizer_shard import OptimizerShard
 from sherd.errors import ConfigError, SherdError
 from sherd.strategies import Strategy
 
-Closure = Callable[[], Any]
+Closure = Callable[..., Any]
 _ATTRIBUTE = "_sherd_training"
 
 
@@ -53,21 +54,29 @@ class Training:
         return loss
 
     def _step_by_closure(self, optimizer: Optimizer, closure: Closure, updater: WholeUpdater) -> Any:
-        """A step that evaluates the loss as often as it likes, each time with the gradient of all ranks."""
-        if self.engine.rounds.window.length > 1:
-            raise ConfigError(f"{type(optimizer).__name__} evaluates the loss several times per step; use accumulate=1")
+        """A step that evaluates the loss as often as it likes, each time with the loss and gradient of all ranks."""
+        engine, name = self.engine, type(optimizer).__name__
+        if engine.rounds.window.length > 1:
+            raise ConfigError(f"{name} evaluates the loss several times per step; use accumulate=1")
+        weights = engine.rounds.weights
+        weight = weights.pending  # said before the step: it holds for every evaluation
 
-        def evaluate() -> Any:
-            self.engine.accept_edits()  # the steps so far of its search
-            loss = closure()
-            if not self.engine.prepare_step():
+        def evaluate(*arguments: Any, **options: Any) -> Any:
+            engine.accept_edits()  # the steps so far of its search
+            weights.pending = weight
+            loss = closure(*arguments, **options)
+            if not engine.prepare_step():
                 raise SherdError(
-                    f"rank {self.engine.comm.rank}: the gradient is not finite, and {type(optimizer).__name__} cannot "
-                    f"skip a step that it is in the middle of"
+                    f"rank {engine.comm.rank}: the gradient is not finite, and {name} cannot skip a step that it is in "
+                    f"the middle of"
                 )
+            if loss is not None or updater.needs_closure:
+                with labelled(f"the loss of step {engine.steps}"):
+                    loss = loss_of_all(engine.comm, weights, loss, name)
+            weights.pending = None
             return loss
 
-        with self.engine.updating() as update:
+        with engine.updating() as update:
             return _hooked(optimizer, lambda: _begin(update, lambda: updater.step((), evaluate)))
 
     def zero_grad(self, set_to_none: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,6 +30,9 @@ class WholeUpdater:
         self._kind = type(optimizer)
         self.takes_closure = why_not_elementwise(optimizer) is not None
         """Whether `step` may want the closure more than once, as LBFGS does."""
+        closure = inspect.signature(self._kind.step).parameters.get("closure")
+        self.needs_closure = closure is not None and closure.default is closure.empty
+        """Whether `step` cannot do without one: it wants the loss."""
 
     def step(self, used: Sequence[bool], closure: Any = None) -> Any:
         return step_unhooked(self._optimizer, self._kind, *(() if closure is None else (closure,)))

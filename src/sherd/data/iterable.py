@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sherd.comm import Communicator, labelled
 from sherd.data.dealing import deal_whole, iterations, share_of
-from sherd.data.way import Turn, Way
+from sherd.data.way import Turn, Way, length
 from sherd.errors import SherdError
 
 
@@ -138,11 +138,3 @@ def _first_tensor(thing: Any) -> Tensor | None:
 def _spare(batch: Any) -> Any:
     """A batch to repeat: a loop may take things out of the one that it gets."""
     return copy.copy(batch) if isinstance(batch, (MutableMapping, MutableSequence)) else batch
-
-
-def length(thing: Any) -> int:
-    """`len(thing)`, or -1 if it has none."""
-    try:
-        return len(thing)
-    except (TypeError, NotImplementedError):
-        return -1

@@ -26,7 +26,7 @@ class Sharded(DataLoader[Any]):
 
     @property
     def _index_sampler(self) -> Any:
-        indices = way_of(self).indices
+        indices = way_of(self).indices(self.num_workers * (self.prefetch_factor or 0))
         return super()._index_sampler if indices is None else indices
 
     def _get_iterator(self) -> _BaseDataLoaderIter:

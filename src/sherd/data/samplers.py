@@ -6,18 +6,16 @@ move as rank 0's does, and take rank 0's.
 
 from __future__ import annotations
 
-import itertools
-import numbers
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils.data import Sampler, SequentialSampler
+from torch.utils.data import SequentialSampler
 
-from sherd.comm import Communicator, labelled
+from sherd.comm import Communicator
+from sherd.data import order
 from sherd.data.dealing import deal, deal_whole, groups, iterations
+from sherd.data.order import FromLeader, Known, Order
 from sherd.data.way import Turn, Way
 from sherd.errors import ConfigError
 
@@ -29,7 +27,11 @@ class Dealing(Way):
 
     def __init__(self, comm: Communicator, indices: Samples | Batches) -> None:
         super().__init__(comm)
-        self.indices = indices
+        self._indices = indices
+
+    def indices(self, ahead: int) -> Iterable[Any] | None:
+        self._indices.ahead = ahead
+        return self._indices
 
     def turn(self, sampling: Any) -> Turn:
         if not isinstance(sampling, Hands):
@@ -46,9 +48,11 @@ class Hands:
     torch draws ahead of what it yields, so shares are kept until their batches are.
     """
 
-    def __init__(self, hands: Iterator[Hand]) -> None:
+    def __init__(self, order: Order, hands: Iterator[Hand]) -> None:
+        self._order = order
         self._hands = hands
         self._shares: deque[float] = deque()
+        self._taken = 0
 
     def __iter__(self) -> Hands:
         return self
@@ -59,6 +63,8 @@ class Hands:
         return indices
 
     def take(self, draw: Callable[[], Any]) -> tuple[Any, float]:
+        self._order.before(self._taken)
+        self._taken += 1
         try:
             return draw(), self._shares[0]
         finally:
@@ -75,22 +81,25 @@ class Samples:
         self._batch = batch
         self._size = comm.world * (batch or 1)
         self._drop_last = drop_last
+        self.ahead = 0
+        """How many batches are drawn before the first is taken, in the epochs that begin from now on."""
 
     def __len__(self) -> int:
         return iterations(len(self._sampler), self._size, self._drop_last)
 
     def __iter__(self) -> Hands:
+        if type(self._sampler) is SequentialSampler:
+            known = Known(range(len(self._sampler)))
+            return Hands(known, self._deal(known))
         # torch's BatchSampler begins with the sampler when it is asked for the first batch; without one torch does at
         # once. A sampler may draw random numbers then.
-        return Hands(self._deal(_late(self._sampler) if self._batch else iter(self._sampler)))
+        source = _late(self._sampler) if self._batch else iter(self._sampler)
+        most, size = order.SAMPLES, self._size
+        agreed = FromLeader(self._comm, self._sampler, source, most=most, size=size, ahead=self.ahead)
+        return Hands(agreed, self._deal(agreed))
 
-    def _deal(self, source: Iterator[Any]) -> Iterator[Hand]:
-        chunks: Iterable[Sequence[Any]]
-        if type(self._sampler) is SequentialSampler:
-            chunks = [range(len(self._sampler))]
-        else:
-            chunks = _agreed(self._comm, source, self._sampler)
-        for group in groups(chunks, self._size, self._drop_last):
+    def _deal(self, order: Order) -> Iterator[Hand]:
+        for group in groups(order, self._size, self._drop_last):
             indices, share = deal(group, self._comm.world, self._comm.rank)
             yield (indices if self._batch else indices[0]), share
 
@@ -101,72 +110,22 @@ class Batches:
     def __init__(self, comm: Communicator, batch_sampler: Any) -> None:
         self._comm = comm
         self._batch_sampler = batch_sampler
+        self.ahead = 0
 
     def __len__(self) -> int:
         return iterations(len(self._batch_sampler), self._comm.world, drop_last=False)
 
     def __iter__(self) -> Hands:
-        return Hands(self._deal(iter(self._batch_sampler)))
+        source, most, size = iter(self._batch_sampler), order.BATCHES, self._comm.world
+        agreed = FromLeader(self._comm, self._batch_sampler, source, most=most, size=size, ahead=self.ahead)
+        return Hands(agreed, self._deal(agreed))
 
-    def _deal(self, source: Iterator[Any]) -> Iterator[Hand]:
-        chunks = _agreed(self._comm, source, self._batch_sampler)
-        for order, start, stop in groups(chunks, self._comm.world, drop_last=False):
-            batches = order[start:stop]
+    def _deal(self, order: Order) -> Iterator[Hand]:
+        for piece, start, stop in groups(order, self._comm.world, drop_last=False):
+            batches = piece[start:stop]
             rows = [len(batch) if isinstance(batch, Sized) else 1 for batch in batches]
             yield deal_whole(batches, rows, self._comm.world, self._comm.rank)
 
 
-class Order:
-    """Whole numbers of one kind, in 8 bytes each: a list would take several times as much on every rank."""
-
-    def __init__(self, values: Tensor, kind: type) -> None:
-        self._values = values
-        self._kind = kind
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __getitem__(self, part: slice) -> list[Any]:
-        if self._kind is Tensor:
-            return list(self._values[part])
-        values: list[Any] = self._values[part].tolist()
-        return values if self._kind is int else [self._kind(value) for value in values]
-
-    @staticmethod
-    def kind(items: Sequence[Any]) -> type | None:
-        """The kind of all items, if an `Order` can keep them."""
-        kinds = set(map(type, items))
-        kind = kinds.pop() if kinds else int
-        if kinds:
-            return None
-        if kind is Tensor:
-            return kind if all(item.dim() == 0 and item.dtype == torch.int64 for item in items) else None
-        numpy = kind.__module__ == "numpy" and issubclass(kind, numbers.Integral)
-        return kind if kind is int or numpy else None
-
-
 def _late(items: Iterable[Any]) -> Iterator[Any]:
     yield from items
-
-
-def _agreed(comm: Communicator, source: Iterator[Any], sampler: Any) -> Iterator[Sequence[Any]]:
-    """What `source`, an iterator of `sampler`, gives on rank 0, on every rank. Collective.
-
-    It comes in chunks, because a sampler may give more than its len() says, even without end. torch's own do not.
-    """
-    length, honest = max(len(sampler), 1), type(sampler).__module__ == Sampler.__module__
-    while chunk := _from_leader(comm, list(itertools.islice(source, length))):
-        yield chunk
-        if honest:
-            next(source, None)  # it may draw random numbers at its end
-            return
-
-
-def _from_leader(comm: Communicator, items: list[Any]) -> Sequence[Any]:
-    with comm.counters.agreeing(), labelled("the order of an epoch"):
-        count, kind = comm.broadcast_object((len(items), Order.kind(items)))
-        if kind is None or not count:
-            return list(comm.broadcast_object(items)) if count else []
-        values = torch.tensor([int(item) for item in items]) if comm.rank == 0 else torch.empty(count, dtype=torch.long)
-        order: Any = Order(comm.broadcast(values).wait(), kind)
-        return order  # type: ignore[no-any-return]

@@ -11,10 +11,10 @@ from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDa
 
 from sherd.comm import Communicator
 from sherd.config import LoaderOptions
-from sherd.data.iterable import Agreeing, Splitting, length
+from sherd.data.iterable import Agreeing, Splitting
 from sherd.data.loader import adopt
 from sherd.data.samplers import Batches, Dealing, Samples
-from sherd.data.way import Way
+from sherd.data.way import Way, length
 from sherd.errors import ConfigError, Diverged
 
 _known: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
@@ -102,11 +102,9 @@ def _way(loader: DataLoader[Any], comm: Communicator, options: LoaderOptions, ba
     drop_last = batch is not None and batches.drop_last
     indices: Samples | Batches
     if batches is not None and batch is None:
-        _check_length(batches, comm)
         indices = Batches(comm, batches)
     else:
         sampler = loader.sampler if batches is None else batches.sampler
-        _check_length(sampler, comm)
         indices = Samples(comm, sampler, batch, drop_last)
     _check_in_order(loader, comm, full=drop_last)
     mine = {"batch_size": batch, "drop_last": drop_last, "samples": length(loader.dataset)}
@@ -150,14 +148,6 @@ def _check_distributed(sampler: Any, comm: Communicator) -> None:
         raise ConfigError(
             f"the ranks' {name}s have rank={[number for _, number in everybody]}, so some samples would come twice and "
             f"others never; give each rank its own number, or leave the sampler out: sherd shards the loader"
-        )
-
-
-def _check_length(sampler: Any, comm: Communicator) -> None:
-    if length(sampler) < 0:
-        raise ConfigError(
-            f"rank {comm.rank}: the loader's {type(sampler).__name__} has no len(), so it may never end; give it "
-            f"a __len__, or leave this loader out of distribute and give each rank its own indices"
         )
 
 

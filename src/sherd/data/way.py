@@ -20,11 +20,15 @@ class Turn(Protocol):
 class Way(ABC):
     """How one loader is sharded."""
 
-    #: What torch's iterator draws indices from instead of the user's sampler, or None.
-    indices: Iterable[Any] | None = None
-
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
+
+    def indices(self, ahead: int) -> Iterable[Any] | None:
+        """What torch's iterator draws indices from instead of the user's sampler, or None.
+
+        It draws those of `ahead` batches before it is asked for the first.
+        """
+        return None
 
     @abstractmethod
     def turn(self, sampling: Any) -> Turn:
@@ -41,3 +45,11 @@ class Way(ABC):
         """
         digest = hashlib.blake2b(f"{drawn} {self._comm.rank}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little")
+
+
+def length(thing: Any) -> int:
+    """`len(thing)`, or -1 if it has none."""
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError):
+        return -1

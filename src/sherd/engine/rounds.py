@@ -299,7 +299,7 @@ class Rounds:
     def clip(self, max_norm: float) -> float:
         """Scale the gradient so that its 2-norm is at most `max_norm`; the norm it had. Collective.
 
-        The same bits on every rank and under every strategy.
+        The same bits on every rank, and under every strategy that accumulates at the same place.
         """
         self.settle()
         with labelled(f"the gradient norm of step {self.number}"):
@@ -317,6 +317,11 @@ class Rounds:
     def weigh(self, weight: float) -> None:
         """Give the next backward a weight."""
         self._weights.set(weight)
+
+    @property
+    def weights(self) -> Weights:
+        """How contributions count."""
+        return self._weights
 
     @property
     def weight(self) -> float:

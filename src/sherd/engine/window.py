@@ -58,6 +58,8 @@ class Weights:
         self.weighed: bool | None = None
         self.local = 0.0
         self.total = 0.0
+        self.own = 0.0
+        """What this rank's contributions weigh together."""
         self.divided = False
         self._entered: float | None = None
 
@@ -66,6 +68,15 @@ class Weights:
         if not weight >= 0 or weight == float("inf"):
             raise ConfigError(f"sherd.weigh got {weight!r}; a weight is a finite number, such as a count of tokens")
         self._next = float(weight)
+
+    @property
+    def pending(self) -> float | None:
+        """The weight of the next backward, if there is one yet."""
+        return self._next
+
+    @pending.setter
+    def pending(self, weight: float | None) -> None:
+        self._next = weight
 
     def enter(self) -> float:
         """A backward begins: what its contributions are multiplied with."""
@@ -79,6 +90,7 @@ class Weights:
         counts = self.current
         if self.weighed:
             self.local += counts
+            self.own += counts
             return counts
         return counts / self._length if self._mean else counts
 
@@ -102,12 +114,32 @@ class Weights:
 
     def agreed(self, weight: float, weighing: float, world: int) -> None:
         """Take what all ranks weighed together; `weighing` is the number of ranks that did."""
+        self._check(weighing, world)
+        self.total += weight
+        self.local = 0.0
+
+    @staticmethod
+    def _check(weighing: float, world: int) -> None:
         if weighing not in (0, world):
             raise ConfigError(
                 f"{weighing:g} of {world} ranks weighed this backward; call sherd.weigh(model, n) on every rank"
             )
-        self.total += weight
-        self.local = 0.0
+
+    @property
+    def of_loss(self) -> tuple[float, bool]:
+        """How much this rank's loss counts, whether or not a backward was made of it, and if that is a weight."""
+        if self._next is None and self.weighed:
+            return self.own, True
+        return self.current, self._next is not None
+
+    def loss(self, total: float, weight: float, weighing: float, world: int) -> float:
+        """The loss of all ranks: `total` is the sum of their losses times `of_loss`, `weight` that of their weights."""
+        self._check(weighing, world)
+        if weighing and not weight:
+            raise ConfigError("every weight of this step was 0, so its loss has no mean; skip the step")
+        if weighing:
+            return total / weight
+        return total / world if self._mean else total
 
     def divisor(self) -> float:
         """What the sum has to be divided by, once."""

@@ -1,0 +1,150 @@
+"""The order of an epoch, agreed on in pieces: a sampler may give more than fits into memory, even without end.
+
+A piece is agreed on where every rank takes the same batch, never where torch's iterator happens to draw: how far ahead
+of the loop that draws depends on the workers, of which ranks may have different numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import numbers
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from sherd.comm import Communicator, labelled
+from sherd.data.way import length
+from sherd.errors import Diverged
+
+SAMPLES, BATCHES = 1 << 16, 1 << 12
+"""How many samples, or batches of a batch sampler, are agreed on at a time: drawn in milliseconds, kept in half a
+megabyte, and few enough exchanges for none of them to be felt."""
+
+
+class Order(Protocol):
+    """What one process would read in an epoch, in pieces."""
+
+    def __iter__(self) -> Iterator[Sequence[Any]]: ...
+
+    def before(self, batch: int) -> None:
+        """Every rank is about to take this batch of its own, the first of which is 0."""
+
+
+class Known:
+    """An order that every rank knows."""
+
+    def __init__(self, order: Sequence[Any]) -> None:
+        self._order = order
+
+    def __iter__(self) -> Iterator[Sequence[Any]]:
+        yield self._order
+
+    def before(self, batch: int) -> None:
+        pass
+
+
+class FromLeader:
+    """What `source`, an iterator of `sampler`, gives on rank 0, on every rank: at most `most` items at a time.
+
+    `size` items are a batch of all ranks; `ahead` is how many batches this rank may draw before it takes the first.
+    """
+
+    def __init__(
+        self, comm: Communicator, sampler: Any, source: Iterator[Any], *, most: int, size: int, ahead: int
+    ) -> None:
+        self._comm = comm
+        self._sampler = sampler
+        self._source = source
+        self._most = most
+        self._size = size
+        self._ahead = ahead
+        self._agreed = 0  # items
+        self._ended = False
+        self._pieces: deque[Sequence[Any]] = deque()  # that nobody has asked for yet
+
+    def __iter__(self) -> Iterator[Sequence[Any]]:
+        while self._pieces or not self._ended:
+            if not self._pieces:
+                self._agree()  # before the first batch is taken, for prefetching
+            yield self._pieces.popleft()
+        next(self._source, None)  # it may draw random numbers at its end
+
+    def before(self, batch: int) -> None:
+        """Have agreed on all that any rank may draw by then. Collective where it is time for another piece."""
+        while not self._ended and self._agreed < (batch + 1 + self._ahead) * self._size:
+            self._agree()
+
+    def _agree(self) -> None:
+        """Take the next piece. Collective."""
+        position, limit, last = self._agreed, *self._next_limit()
+        items = list(itertools.islice(self._source, limit))  # on all ranks: it may move their random states
+        with self._comm.counters.agreeing(), labelled(f"the order of an epoch from its item {position} on"):
+            header = (position, len(items), last or len(items) < limit, Compact.kind(items))
+            leaders, count, self._ended, kind = self._comm.broadcast_object(header)
+            if leaders != position:
+                raise Diverged(
+                    f"the ranks read different parts of an epoch: rank 0 is about to agree on the order of its samples "
+                    f"from item {leaders} on and rank {self._comm.rank} from item {position} on; take the same batches "
+                    f"of the same loader on every rank",
+                    ranks=(0, self._comm.rank),
+                )
+            self._pieces.append(self._from_leader(items, count, kind))
+            if not position and not self._ended:
+                self._ahead = int(self._comm.all_reduce(torch.tensor([self._ahead]), op="max").wait())
+        self._agreed += count
+
+    def _next_limit(self) -> tuple[int, bool]:
+        """How many items to draw next, and whether these are surely the last.
+
+        Never more than the sampler says it has left: at its end it may draw random numbers, which a loop that is left
+        before the end does not want. It may give more than it says, even without end. torch's own do not.
+        """
+        says = length(self._sampler)
+        left = says - self._agreed
+        if left <= 0:
+            left = max(says, 1) if says >= 0 else self._most
+        honest = type(self._sampler).__module__ == Sampler.__module__
+        return min(left, self._most), honest and 0 <= says <= self._agreed + self._most
+
+    def _from_leader(self, items: list[Any], count: int, kind: type | None) -> Sequence[Any]:
+        if not count:
+            return []
+        if kind is None:
+            return list(self._comm.broadcast_object(items))
+        leads = self._comm.rank == 0
+        values = torch.tensor([int(item) for item in items]) if leads else torch.empty(count, dtype=torch.long)
+        piece: Any = Compact(self._comm.broadcast(values).wait(), kind)
+        return piece  # type: ignore[no-any-return]
+
+
+class Compact:
+    """Whole numbers of one kind, in 8 bytes each: a list would take several times as much on every rank."""
+
+    def __init__(self, values: Tensor, kind: type) -> None:
+        self._values = values
+        self._kind = kind
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, part: slice) -> list[Any]:
+        if self._kind is Tensor:
+            return list(self._values[part])
+        values: list[Any] = self._values[part].tolist()
+        return values if self._kind is int else [self._kind(value) for value in values]
+
+    @staticmethod
+    def kind(items: Sequence[Any]) -> type | None:
+        """The kind of all items, if a `Compact` can keep them."""
+        kinds = set(map(type, items))
+        kind = kinds.pop() if kinds else int
+        if kinds:
+            return None
+        if kind is Tensor:
+            return kind if all(item.dim() == 0 and item.dtype == torch.int64 for item in items) else None
+        numpy = kind.__module__ == "numpy" and issubclass(kind, numbers.Integral)
+        return kind if kind is int or numpy else None
