@@ -42,13 +42,24 @@ def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
 
     Kernels choose their way by strides, even by those of dimensions of size 1: a 1 x 1 convolution in channels_last has
     the same elements at the same addresses as a contiguous one, and other bits on some CPUs. So these dimensions have
-    a place in the order too: at equal strides the inner one, which is where both formats have them.
+    a place in the order too: at equal strides the inner one, which is where both formats have them. Where there are
+    gaps, their strides say little, and kernels refuse formats that are neither: they go where one of the two has them.
     """
     shape, strides = tensor.shape, tensor.stride()
     if any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True)) or not tensor.numel():
         return None  # expanded, or empty: there is no order
     order = tuple(sorted(range(tensor.dim()), key=lambda dimension: (-strides[dimension], shape[dimension] == 1)))
+    if strides != dense_strides(shape, order):
+        order = _usual_order(shape, order)
     return None if order == tuple(range(tensor.dim())) else order
+
+
+def _usual_order(shape: Sequence[int], order: tuple[int, ...]) -> tuple[int, ...]:
+    """A memory format that has all dimensions but those of size 1 in this order, or the order itself."""
+    contiguous = tuple(range(len(shape)))
+    formats = (contiguous, (0, *contiguous[2:], 1)) if len(shape) in (4, 5) else (contiguous,)
+    same = [usual for usual in formats if [d for d in usual if shape[d] > 1] == [d for d in order if shape[d] > 1]]
+    return order if order in same or not same else same[0]
 
 
 def dense_strides(shape: Sequence[int], order: Sequence[int] | None) -> tuple[int, ...]:
