@@ -146,6 +146,16 @@ def test_options_that_differ_between_ranks_are_refused(ranks, left):
 def test_unknown_names_are_refused_with_the_nearest():
     for options, message in (
         ({"strategy": "zero22"}, "did you mean 'zero2'"),
+        ({"strategy": "fsdp"}, "unknown strategy 'fsdp'; here it is called 'zero3': write strategy='zero3'"),
+        ({"strategy": "FSDP2"}, "here it is called 'zero3'"),
+        ({"strategy": "zero-3"}, "unknown strategy 'zero-3'; write strategy='zero3'"),
+        ({"strategy": "ZeRO3"}, "write strategy='zero3'"),
+        ({"strategy": "DDP"}, "write strategy='ddp'"),
+        ({"strategy": "deepspeed"}, "here it is 'zero1', 'zero2' or 'zero3': write strategy='zero3', or another"),
+        ({"strategy": "deepspeed_stage_2"}, "here it is called 'zero2'"),
+        ({"strategy": "zero"}, "here it is 'zero1', 'zero2' or 'zero3'"),
+        ({"strategy": "horovod"}, "here it is called 'ddp'"),
+        ({"strategy": "dp"}, "here it is called 'ddp'"),
         ({"strategy": sherd.ZeRO}, r"write an object of it: strategy=ZeRO\(\)"),
         ({"nonfinite": "skipp"}, "did you mean 'skip'"),
         ({"accumulate": 0}, "accumulate=0 must be at least 1"),
