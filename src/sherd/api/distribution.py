@@ -14,6 +14,7 @@ from sherd.api.membership import enrol
 from sherd.api.schedulers import guard_schedulers
 from sherd.api.training import Training
 from sherd.api.updaters import check_optimizer, check_parameters, updater_for
+from sherd.api.wrappers import refuse_wrappers
 from sherd.comm import Communicator, connect
 from sherd.config import CommOptions, LoaderOptions, StepOptions
 from sherd.data import shard
@@ -115,6 +116,7 @@ def distribute(
         if thing is not None:
             training.own(thing)
     enrol(model, engine)
+    refuse_wrappers()
     share_statistics(model, engine)
     if options.accumulate > 1:
         guard_schedulers()

@@ -38,7 +38,7 @@ def enrol(model: nn.Module, engine: Engine) -> None:
 
 def engine_of(module: nn.Module) -> Engine:
     """The engine of a distributed model, or of the model that `module` is a part of."""
-    engine = _find(module)
+    engine = find_engine(module)
     if engine is None:
         raise ConfigError(
             f"this {type(module).__name__} is not part of a distributed model; call sherd.distribute first"
@@ -48,17 +48,18 @@ def engine_of(module: nn.Module) -> Engine:
 
 def is_distributed(member: nn.Module | nn.Parameter) -> bool:
     """Whether it is a distributed model or a part of one."""
-    return _find(member) is not None
+    return find_engine(member) is not None
 
 
-def _find(member: nn.Module | nn.Parameter) -> Engine | None:
+def find_engine(member: nn.Module | nn.Parameter) -> Engine | None:
+    """The engine of a distributed model that it is, or is a part of; or None."""
     reference = _engines.get(member)
     return None if reference is None else reference()
 
 
 def _engines_of(module: nn.Module) -> list[Engine]:
     """The engines of all distributed models that it is, contains or is a part of."""
-    return list({id(engine): engine for engine in map(_find, module.modules()) if engine is not None}.values())
+    return list({id(engine): engine for engine in map(find_engine, module.modules()) if engine is not None}.values())
 
 
 def _wrap_loading() -> None:
