@@ -10,6 +10,7 @@ from torch.distributed import fsdp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.nn.parallel import DistributedDataParallel
 
+import sherd
 from sherd import ConfigError
 
 BUILT = {
@@ -66,6 +67,9 @@ def left_alone():
                 continue
             plain = network()
             wrapped = wrap(plain)
+            if name == "fully_shard":
+                with pytest.raises(ConfigError, match=r"sharded by torch's FSDP already \(FSDPModule\); pass it"):
+                    sherd.distribute(plain, comm=c)
             train(wrapped, sgd(plain), [batch(c.rank)])
         own = DistributedDataParallel.__init__
         assert hasattr(own, "__sherd__")

@@ -15,6 +15,8 @@ from sherd.api.mistaken import check_not_a_loss, other_kind
 from sherd.api.training import find_training
 from sherd.errors import ConfigError
 
+_FSDP = ("FSDPModule", "FullyShardedDataParallel")
+
 
 def sort_out(things: Sequence[Any]) -> tuple[list[nn.Module], Optimizer | None, list[DataLoader[Any]]]:
     """The models, the optimizer and the loaders; refuses what is none of these, or distributed already."""
@@ -48,6 +50,12 @@ def _check_model(model: nn.Module) -> None:
         raise ConfigError(
             f"this model is wrapped in torch's {kind}; pass what is inside: sherd.distribute(model.module)"
         )
+    for base in (base for module in model.modules() for base in type(module).__mro__):
+        if base.__name__ in _FSDP and base.__module__.startswith("torch."):  # by name: FSDP takes seconds to import
+            raise ConfigError(
+                f"this model is sharded by torch's FSDP already ({base.__name__}); pass it before that: "
+                f'sherd.distribute(model, optimizer, strategy="zero3") shards it'
+            )
     if any(is_distributed(module) for module in model.modules()):
         raise ConfigError("this model is distributed already; call sherd.distribute once per model")
     for name, parameter in model.named_parameters():
