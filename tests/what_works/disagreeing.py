@@ -54,7 +54,7 @@ def evaluations(run):
     SECTION,
     "A rank that runs out of batches earlier",
     "the others are told that it left: give every rank the same number of batches",
-    match=r"rank 1\b.* left.*step \d",
+    match=r"^rank 1\b.* left.*step \d.*give each as many batches, and let all of them decide together",
     on=(0,),
 )
 def leaves_early(run):
@@ -246,7 +246,7 @@ def other_shapes(run):
     SECTION,
     "`p.grad` read on one rank under ZeRO",
     "read it on every rank",
-    match=BOTH,
+    match=r"^Under ZeRO p\.grad is gathered from all ranks: read or set it on every rank\. Here ranks " + BOTH,
     strategies=SHARDED,
 )
 def reads_alone(run):

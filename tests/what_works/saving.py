@@ -15,6 +15,8 @@ from tests.training_helpers import SHARDED, adamw, double, loss_of, network, sgd
 from tests.what_works.cases import case, refused, together
 from torch import nn
 
+SAVE = "call it on every rank, and save it on one"
+
 
 def _trained(run, model=None, steps=3, optimizer=sgd):
     model = double() if model is None else model
@@ -122,13 +124,41 @@ def resumed(run):
     "Saving and loading",
     "`optimizer.state_dict()` on one rank only",
     "under ZeRO each rank has a part of it: call it on every rank, and save it on one",
-    match=r"rank 0 .*rank 1|rank 1 .*rank 0",
+    match=rf"^Under zero\d optimizer\.state_dict\(\) is collective: {SAVE}\. Here ranks .*rank 0 .*rank 1",
     strategies=SHARDED,
 )
 def optimizer_state_on_one_rank(run):
     model, optimizer = _trained(run, optimizer=adamw)
     if run.rank == 0:
         optimizer.state_dict()
+    train(model, optimizer, run.batches(2, start=3))
+
+
+@refused(
+    "Saving and loading",
+    "`optimizer.state_dict()` on one rank only, at the end",
+    "the same: that rank is told, as the others have left",
+    match=rf"^Under zero\d optimizer\.state_dict\(\) is collective: {SAVE}\. rank 1 .* left",
+    strategies=SHARDED,
+    on=(0,),
+)
+def optimizer_state_at_the_end(run):
+    _, optimizer = _trained(run, optimizer=adamw)
+    if run.rank == 0:
+        optimizer.state_dict()
+
+
+@refused(
+    "Saving and loading",
+    "A copy or a pickle of the optimizer on one rank only",
+    "under ZeRO each rank has a part of its state: make it on every rank",
+    match=rf"^Under zero\d a copy or a pickle of the optimizer is collective: {SAVE}",
+    strategies=SHARDED,
+)
+def copied_on_one_rank(run):
+    model, optimizer = _trained(run, optimizer=adamw)
+    if run.rank == 1:
+        copy.deepcopy(optimizer)
     train(model, optimizer, run.batches(2, start=3))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -76,13 +77,24 @@ class Training:
 
     def optimizer_state(self) -> dict[str, Any]:
         """What `optimizer.state_dict()` gives."""
-        with labelled(f"optimizer.state_dict() after step {self.engine.steps}"):
+        with self._together("optimizer.state_dict()"):
             return self.updater.state_dict(self.engine.comm)
 
     def whole_state(self) -> dict[Any, Any]:
         """What a copy of the optimizer keeps as its `state`."""
-        with labelled(f"a copy of the optimizer after step {self.engine.steps}"):
+        with self._together("a copy or a pickle of the optimizer"):
             return self.updater.whole_state(self.engine.comm)
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Inside, ranks gather what each of them has a part of. One that does so alone must not wait for the rest."""
+        note = f"Under {self.strategy.name} {what} is collective: call it on every rank, and save it on one"
+        with labelled(f"{what} after step {self.engine.steps}", note):
+            if isinstance(self._updater, OptimizerShard):
+                with self.engine.comm.counters.agreeing():
+                    # Or a rank alone might find the others where they gather something of the same form.
+                    self.engine.comm.agree(f"barrier({what})").wait()
+            yield
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """What `optimizer.load_state_dict(state)` does."""

@@ -22,6 +22,8 @@ from sherd.engine.trained import Trained
 from sherd.engine.whole_gradients import WholeGradients
 from sherd.errors import SherdError
 
+_ALONE = "Under ZeRO p.grad is gathered from all ranks: read or set it on every rank"
+
 
 class GradAccess(ABC):
     """`p.grad`. `used[e]` says whether entry e has a gradient on any rank; without one, `p.grad` is None."""
@@ -182,7 +184,7 @@ class GatheredGrads(GradAccess):
         """What `p.grad` gives."""
         if not self.has_grad(entry):
             return None
-        with labelled(f"reading the gradient of {self._names[entry]!r}"):
+        with labelled(f"reading the gradient of {self._names[entry]!r}", _ALONE):
             return self._view(self._gather(self._home(entry)), entry)
 
     def write_grad(self, entry: int, gradient: Tensor | None) -> None:
@@ -198,7 +200,7 @@ class GatheredGrads(GradAccess):
             self._discard(entry)
             return
         self._refuse_local(self._home(entry))
-        with labelled(f"p.grad = ... of {self._names[entry]!r}"):
+        with labelled(f"p.grad = ... of {self._names[entry]!r}", _ALONE):
             self._view(self._gather(self._home(entry)), entry).copy_(gradient)
         self.used[entry] = True
 
