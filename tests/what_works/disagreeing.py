@@ -221,7 +221,10 @@ def other_edits(run):
     train(model, optimizer, run.batches())
 
 
-@refused(SECTION, "`p.grad` edited differently", "make the same edits on every rank", match=BOTH + STEP)
+EDITED = r"(?=before step \d p\.grad was edited in place differently on rank 0 and rank 1; edit it alike)(?=.*to clip)"
+
+
+@refused(SECTION, "`p.grad` edited differently", "make the same edits on every rank", match=EDITED)
 def other_gradients(run):
     model, optimizer = _distributed(run)
     for data in run.batches():
@@ -229,6 +232,55 @@ def other_gradients(run):
         model[0].weight.grad.mul_(1 + run.rank)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def _per_sample(run, model):
+    """This rank's mean of clipped gradients of single rows, as in training with differential privacy."""
+    totals = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    x, y = next(run.batches(1))
+    for row in zip(x, y, strict=True):
+        found = torch.autograd.grad(loss_of(model, row), list(model.parameters()))
+        norm = torch.stack([gradient.norm() for gradient in found]).norm()
+        for total, gradient in zip(totals, found, strict=True):
+            total += gradient / max(1.0, norm.item()) / len(x)
+    return totals
+
+
+def _set(run, mean, backward=False):
+    model, optimizer = _distributed(run)
+    for _ in range(2):
+        totals = _per_sample(run, model)
+        if backward:
+            loss_of(model, next(run.batches(1))).backward()
+        for parameter, total in zip(model.parameters(), totals, strict=True):
+            parameter.grad = mean(total)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+SET = r"before step \d p\.grad of '0\.weight' and 3 more was set to different values on rank 0 and rank 1; (?!.*clip).*"
+SET += r"average it over the ranks first"
+
+
+@case(SECTION, "`p.grad = ...`, averaged over the ranks first", "as with gradients of single rows that are clipped")
+def same_gradients_set(run):
+    return _set(run, run.mean)
+
+
+@refused(
+    SECTION,
+    "`p.grad = ...`, different on each rank",
+    "set the same everywhere: average it over the ranks first",
+    match=SET,
+)
+def other_gradients_set(run):
+    _set(run, lambda total: total)
+
+
+@refused(SECTION, "The same after a `backward()`", "the same", match=SET)
+def other_gradients_set_after_backward(run):
+    _set(run, lambda total: total, backward=True)
 
 
 @refused(

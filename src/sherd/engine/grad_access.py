@@ -32,6 +32,8 @@ class GradAccess(ABC):
         self.used: list[bool] = []
         self.seen = 0
         """A hash, below 2**20, of gradients that were edited: ranks that did the same see the same."""
+        self.assigned: list[str] = []
+        """The parameters whose gradient was set to a tensor of the user's; for messages."""
         self._gradients = gradients
         self._parameters = trained.parameters
         self._names = trained.names
@@ -111,6 +113,7 @@ class NativeGrads(GradAccess):
             else:
                 self._make_room(bucket)
                 view.copy_(gradient)
+                self.assigned.append(self._names[entry])
                 self.used[entry] = True
                 set_raw_grad(parameter, view)
             changed.add(bucket)
@@ -133,7 +136,7 @@ class NativeGrads(GradAccess):
         for parameter in self._parameters:
             set_raw_grad(parameter, None)
         self.used = [False] * len(self.used)
-        self.seen = 0
+        self.seen, self.assigned = 0, []
         self._note()
 
     def _make_room(self, bucket: int) -> None:
@@ -203,6 +206,7 @@ class GatheredGrads(GradAccess):
         with labelled(f"p.grad = ... of {self._names[entry]!r}", _ALONE):
             self._view(self._gather(self._home(entry)), entry).copy_(gradient)
         self.used[entry] = True
+        self.assigned.append(self._names[entry])
 
     def collect(self) -> list[int]:
         changed, self._discarded = self._discarded, set()
@@ -218,7 +222,7 @@ class GatheredGrads(GradAccess):
         self._gathered.clear()
         self._discarded.clear()
         self.used = [False] * len(self.used)
-        self.seen = 0
+        self.seen, self.assigned = 0, []
 
     def _home(self, entry: int) -> int:
         return self._gradients.layout.bucket_of(entry).index
