@@ -197,7 +197,78 @@ def other_rates_later(run):
         _step(model, optimizer, data)
 
 
-@refused(SECTION, "`add_param_group` on one rank", "call it on every rank", match=BOTH + r"(?=.*group)")
+@refused(
+    SECTION,
+    "A plateau scheduler that follows each rank's own loss",
+    "give it the mean over the ranks",
+    match=RATES + STEP + r"(?=.*ReduceLROnPlateau of each rank follows a metric of its own; give all of them the mean)",
+)
+def other_plateaus(run):
+    model, optimizer = _distributed(run)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for step, data in enumerate(run.batches(4)):
+        _step(model, optimizer, data)
+        scheduler.step(1.0 if run.rank else 1.0 / (1 + step))
+
+
+def _early(run, scheduled):
+    """As in PPO: several passes over a batch, that a rank leaves by itself; then the next batch, and its rate."""
+    model, optimizer = _distributed(run)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1) if scheduled else None
+    for update, data in enumerate(run.batches(4)):
+        for epoch in range(3):
+            _step(model, optimizer, data)
+            if run.rank == 1 and update == 1 and epoch == 0:
+                break  # its KL is above the target
+        if scheduler is not None:
+            scheduler.step()
+        else:
+            optimizer.param_groups[0]["lr"] = 0.1 * (1 - 0.1 * update)
+
+
+EARLY = r"(?=.*leaves a loop early.*let all ranks decide together)"
+
+
+@refused(
+    SECTION,
+    "A rank that leaves a loop early, as PPO does by `target_kl`, and is ahead in its schedule",
+    "let all ranks decide together: average what decides over them first",
+    match=r"in step 4 rank 1 is ahead of rank 0 in its schedule: its LinearLR has taken 2 steps, that of rank 0 1"
+    + EARLY,
+)
+def leaves_a_loop_early(run):
+    _early(run, scheduled=True)
+
+
+@refused(
+    SECTION,
+    "The same where the rate is set by hand",
+    "the same",
+    match=r"in step 4 the ranks' optimizers differ: group 0 has lr=0\.\d+ on rank 0 and 0\.\d+ on rank 1" + EARLY,
+)
+def leaves_a_loop_early_by_hand(run):
+    _early(run, scheduled=False)
+
+
+@refused(
+    SECTION,
+    "The same where nothing else differs",
+    "the others are told when it leaves; the same",
+    match=r"^rank 1\b.* left.*let all of them decide together when to leave a loop",
+    on=(0,),
+)
+def leaves_a_loop_early_for_good(run):
+    model, optimizer = _distributed(run)
+    for update, data in enumerate(run.batches(2)):
+        for epoch in range(3):
+            _step(model, optimizer, data)
+            if run.rank == 1 and update == epoch == 0:
+                break
+
+
+@refused(
+    SECTION, "`add_param_group` on one rank", "call it on every rank", match=BOTH + r"(?=.*group)(?=.*use the same)"
+)
 def group_on_one_rank(run):
     model = double()
     model, optimizer = run.distribute(model, torch.optim.SGD(model[2].parameters(), lr=0.1))

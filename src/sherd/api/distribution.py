@@ -100,7 +100,7 @@ def distribute(
     choices = _choices(chosen.choose(ranks, inventory.device), options)
     if optimizer is not None:
         names = {id(parameter): name for name, parameter in zip(inventory.names, inventory.parameters, strict=True)}
-        compare_optimizers(ranks, optimizer, names, "at sherd.distribute")
+        compare_optimizers(ranks, optimizer, names)
         check_optimizer(optimizer, choices, chosen)
     for loader in loaders:
         first = loader is loaders[0]  # the one to train with; others keep their own batch size
