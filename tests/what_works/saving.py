@@ -259,10 +259,43 @@ def saved_model(run):
     return together(model=weights(model), **copies)
 
 
+@case(
+    "Saving and loading",
+    "`torch.save(model)` read with `weights_only=True`",
+    "inside `torch.serialization.safe_globals` of the model's own classes: there are no others in the file",
+)
+def saved_model_is_safe(run):
+    model, optimizer = _trained(run, optimizer=adamw)
+    plain = double()
+    for thing, its_plain in ((model, plain), (optimizer, _stepped(plain, adamw(plain)))):
+        assert _unsafe(_saved(thing)) == _unsafe(_saved(its_plain))
+    with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.Tanh]):
+        copied = _read(_saved(model), weights_only=True)
+    assert all(type(parameter) is nn.Parameter for parameter in copied.parameters())
+    train(copied, sgd(copied), type(run)().batches(2, start=3))  # alone: every rank has all rows
+    again = _read(_saved(model), weights_only=False)
+    again, optimizer = run.distribute(again, sgd(again))
+    train(again, optimizer, run.batches(2, start=3))
+    return together(copied=weights(copied), again=weights(again))
+
+
+def _unsafe(data):
+    """What in a file must be allowed for it to be read."""
+    return set(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
+
+
+def _stepped(model, optimizer):
+    loss_of(model, (torch.ones(2, 15).double(), torch.ones(2, 5).double())).backward()
+    optimizer.step()
+    return optimizer
+
+
 @case("Saving and loading", "`pickle.dumps(optimizer)`", "a plain optimizer of its own class, with its state")
 def saved_optimizer(run):
     model, optimizer = _trained(run)
-    copied_model, copied = pickle.loads(pickle.dumps((model, optimizer)))
+    data = pickle.dumps((model, optimizer))
+    assert b"sherd." not in data, "the file needs sherd to be loaded"
+    copied_model, copied = pickle.loads(data)
     assert type(copied) is torch.optim.SGD
     loss_of(copied_model, next(type(run)().batches(1, start=3))).backward()
     copied.step()

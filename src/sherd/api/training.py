@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -37,7 +38,8 @@ class Training:
         """A copy of a distributed model is a plain one."""
 
     def __reduce__(self) -> Any:
-        return type(None), ()
+        """In a pickle of a distributed model it becomes nothing, of a kind that `weights_only=True` reads too."""
+        return OrderedDict, ()
 
     def step(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         """What `optimizer.step(closure)` does."""
@@ -128,7 +130,8 @@ def training_of(thing: nn.Module | Optimizer) -> Training:
 
 def find_training(thing: nn.Module | Optimizer) -> Training | None:
     """The same, or None."""
-    return vars(thing).get(_ATTRIBUTE)
+    training = vars(thing).get(_ATTRIBUTE)
+    return training if isinstance(training, Training) else None  # a pickle has something else in its place
 
 
 def _hooked(optimizer: Optimizer, update: Callable[[], Any]) -> Any:
