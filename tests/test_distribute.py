@@ -23,7 +23,7 @@ from tests.training_helpers import (
     weights,
 )
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import sherd
 from sherd import ConfigError, Diverged
@@ -148,6 +148,16 @@ def test_options_that_differ_between_ranks_are_refused(ranks, left):
 def test_unknown_names_are_refused_with_the_nearest():
     for options, message in (
         ({"strategy": "zero22"}, "did you mean 'zero2'"),
+        ({"strategy": "fsdp"}, "unknown strategy 'fsdp'; here it is called 'zero3': write strategy='zero3'"),
+        ({"strategy": "FSDP2"}, "here it is called 'zero3'"),
+        ({"strategy": "zero-3"}, "unknown strategy 'zero-3'; write strategy='zero3'"),
+        ({"strategy": "ZeRO3"}, "write strategy='zero3'"),
+        ({"strategy": "DDP"}, "write strategy='ddp'"),
+        ({"strategy": "deepspeed"}, "here it is 'zero1', 'zero2' or 'zero3': write strategy='zero3', or another"),
+        ({"strategy": "deepspeed_stage_2"}, "here it is called 'zero2'"),
+        ({"strategy": "zero"}, "here it is 'zero1', 'zero2' or 'zero3'"),
+        ({"strategy": "horovod"}, "here it is called 'ddp'"),
+        ({"strategy": "dp"}, "here it is called 'ddp'"),
         ({"strategy": sherd.ZeRO}, r"write an object of it: strategy=ZeRO\(\)"),
         ({"nonfinite": "skipp"}, "did you mean 'skip'"),
         ({"accumulate": 0}, "accumulate=0 must be at least 1"),
@@ -168,8 +178,7 @@ def test_unknown_names_are_refused_with_the_nearest():
 def test_what_cannot_be_distributed_is_refused(strategy):
     model, other = network(), network()
     cases = [
-        ((list(model.parameters()),), "takes models, an optimizer and DataLoaders, found an object of type list"),
-        ((model, None), "takes models, an optimizer and DataLoaders, found None"),
+        ((model, None), "takes models, an optimizer and DataLoaders, found None; leave it out"),
         ((), "takes a torch.nn.Module first; found none"),
         ((model, model), "the same object twice"),
         ((model, sgd(model), sgd(model)), "takes one optimizer, found 2"),
@@ -193,6 +202,62 @@ def test_what_cannot_be_distributed_is_refused(strategy):
         sherd.distribute(other, strategy=strategy)
     with pytest.raises(ConfigError, match="not distributed"):
         sherd.describe(other)
+
+
+MODEL_ITSELF = r"pass the model itself: sherd\.distribute\(model, optimizer\)"
+LOOP = "stays outside: use it in the loop as before"
+DATA = "other sources of data stay outside"
+
+
+def mistaken(model, optimizer):
+    """What is passed by mistake, and what the error says it is, and what to write."""
+    dataset = TensorDataset(torch.ones(4, 15))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    return [
+        (scheduler, r"a scheduler \(StepLR\); it stays outside: it finds its optimizer by itself"),
+        (plateau, r"a scheduler \(ReduceLROnPlateau\); it stays outside"),
+        (model.parameters(), f"the parameters of a model; {MODEL_ITSELF}"),
+        (model.named_parameters(), f"the parameters of a model; {MODEL_ITSELF}"),
+        (list(model.parameters()), rf"parameters \(list\); {MODEL_ITSELF}"),
+        (list(model.named_parameters()), rf"parameters \(list\); {MODEL_ITSELF}"),
+        ([{"params": list(model.parameters())}], rf"parameters \(list\); {MODEL_ITSELF}"),
+        (model[0].weight, f"a parameter; {MODEL_ITSELF}"),
+        (model.state_dict(), r"tensors \(OrderedDict\); a state is loaded by model\.load_state_dict\(state\)"),
+        ([model, network()], r"several things in one \(list\); pass what is in it, one by one"),
+        (dataset, r"a dataset \(TensorDataset\); pass a loader of it: DataLoader\(dataset, batch_size=\.\.\.\)"),
+        (RandomSampler(dataset), r"a sampler \(RandomSampler\); pass the loader that has it"),
+        (nn.CrossEntropyLoss(), rf"a loss \(CrossEntropyLoss\); it has no parameters and {LOOP}"),
+        (nn.functional.mse_loss, rf"a function \(mse_loss\); a loss, a metric or a collate function {LOOP}"),
+        (torch.amp.GradScaler("cpu"), rf"a scaler of gradients \(GradScaler\); it {LOOP}"),
+        (torch.ones(4, 15), r"a tensor; .* DataLoader\(TensorDataset\(x, y\), batch_size=\.\.\.\)"),
+        (sherd.ZeRO(stage=3), r"a strategy \(ZeRO\); write it by name: strategy=\.\.\."),
+        ("zero3", "the string 'zero3'; options have names: strategy='zero3'"),
+        (torch.optim.SGD, r"the class SGD; pass an object of it: SGD\(\.\.\.\)"),
+        ([1, 2], f"an object of type list; {DATA}"),
+        ((number for number in range(3)), f"a generator; {DATA}"),
+        (7, f"an object of type int; {DATA}"),
+    ]
+
+
+def test_what_is_passed_by_mistake_is_named():
+    model = network()
+    optimizer = sgd(model)
+    for thing, message in mistaken(model, optimizer):
+        with pytest.raises(ConfigError, match=f"takes models, an optimizer and DataLoaders, found {message}"):
+            sherd.distribute(model, optimizer, thing)
+    sherd.distribute(model, optimizer)  # none of these left a trace
+
+
+def test_a_loss_with_parameters_is_a_model():
+    class Learned(nn.CrossEntropyLoss):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+    model, criterion = network(), Learned()
+    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+    sherd.distribute(model, criterion, optimizer)
 
 
 def without_parameters():

@@ -217,6 +217,70 @@ def test_a_rank_that_left_is_named(ranks, transport):
     assert re.search(r"rank 0 on \S+ \(pid \d+\) left", lost)
 
 
+NOTE = "Asking is collective: ask on every rank"
+
+
+def asks(transport, how):
+    """Rank 0 asks; rank 1 does something else, nothing, or the same in another way."""
+    c = comm.connect(CommOptions(transport=transport, timeout=3.0 if how == "late" else TIMEOUT, warn_after=0.3))
+    with log_lines() as lines:
+        try:
+            with comm.labelled("asking", NOTE):
+                c.all_gather(torch.ones(2)).wait()  # together: this is over, and no reason for what follows
+            if c.rank == 0 or how == "both":
+                with comm.labelled("asking", NOTE):
+                    c.all_gather(torch.ones(2 + c.rank)).wait()
+            elif how == "other":
+                c.barrier().wait()
+            elif how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif how == "late":
+                time.sleep(5)
+                c.barrier().wait()
+            else:
+                c.close()
+                time.sleep(0.5)
+        except SherdError as error:
+            return type(error).__name__, str(error), lines
+    return "no error", "", lines
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("how", "kind", "match"),
+    [
+        (
+            "other",
+            "Diverged",
+            rf"^{NOTE}\. Here ranks made different calls as call \d+: rank 0 on .* at asking; rank 1",
+        ),
+        (
+            "both",
+            "Diverged",
+            r"^ranks made different calls as call \d+: rank 0 on .* at asking; rank 1 .* at asking\. ",
+        ),
+        ("left", "PeerLost", rf"^{NOTE}\. rank 1 on \S+ \(pid \d+\) left; it last finished .* at asking \("),
+        ("late", "TimedOut", rf"^{NOTE}\. rank 1 on \S+ \(pid \d+\) did not come within"),
+    ],
+)
+def test_a_note_comes_first_where_a_rank_is_alone(ranks, transport, how, kind, match):
+    (found, text, lines), (other, words, _) = ranks(2).run(asks, transport, how)
+    assert found == kind
+    assert re.search(match, text), text
+    if kind == "Diverged":
+        assert (other, words) == (found, text)
+    assert "[note" not in "".join([text, words, *lines])
+
+
+def test_a_note_is_no_reason_where_a_rank_was_killed():
+    results = run_ranks(asks, 2, "host", "killed", timeout=50, expected_exits={1: -signal.SIGKILL})
+    assert isinstance(results[1], Died)
+    kind, text, _ = results[0]
+    assert kind == "PeerLost"
+    assert re.search(r"^rank 1 on \S+ \(pid \d+\) .*at asking \(", text), text
+    assert NOTE not in text
+
+
 def fails_in_user_code():
     c = comm.connect(CommOptions(timeout=TIMEOUT))
     c.barrier().wait()

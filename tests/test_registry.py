@@ -16,6 +16,7 @@ from sherd.strategies import Strategy, names, register, registry, resolve
 def empty(monkeypatch):
     """Every test starts with a registry of its own."""
     monkeypatch.setattr(registry, "_BUILDERS", {})
+    monkeypatch.setattr(registry, "_ELSEWHERE", {})
 
 
 class Choosing(Strategy):
@@ -108,3 +109,18 @@ def test_a_name_is_registered_once_and_is_not_empty(mean):
 def test_the_base_is_abstract():
     with pytest.raises(ConfigError, match="Strategy is abstract"):
         Strategy()
+
+
+def test_what_others_call_it_is_told_apart(mean):
+    register("mode", elsewhere=("Most Often", "either"))(lambda: mean())
+    register("median", elsewhere=("the middle", "either"))(lambda: mean())
+    for name, message in (
+        ("Mean", "unknown strategy 'Mean'; write strategy='mean'$"),
+        ("MODE", "unknown strategy 'MODE'; write strategy='mode'$"),
+        ("mo-de", "write strategy='mode'$"),
+        ("most_often", "unknown strategy 'most_often'; here it is called 'mode': write strategy='mode'$"),
+        ("THE-MIDDLE", "here it is called 'median': write strategy='median'$"),
+        ("either", "here it is 'mode' or 'median': write strategy='median', or another of these$"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            resolve(name)

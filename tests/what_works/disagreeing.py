@@ -54,7 +54,7 @@ def evaluations(run):
     SECTION,
     "A rank that runs out of batches earlier",
     "the others are told that it left: give every rank the same number of batches",
-    match=r"rank 1\b.* left.*step \d",
+    match=r"^rank 1\b.* left.*step \d.*give each as many batches, and let all of them decide together",
     on=(0,),
 )
 def leaves_early(run):
@@ -197,7 +197,78 @@ def other_rates_later(run):
         _step(model, optimizer, data)
 
 
-@refused(SECTION, "`add_param_group` on one rank", "call it on every rank", match=BOTH + r"(?=.*group)")
+@refused(
+    SECTION,
+    "A plateau scheduler that follows each rank's own loss",
+    "give it the mean over the ranks",
+    match=RATES + STEP + r"(?=.*ReduceLROnPlateau of each rank follows a metric of its own; give all of them the mean)",
+)
+def other_plateaus(run):
+    model, optimizer = _distributed(run)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for step, data in enumerate(run.batches(4)):
+        _step(model, optimizer, data)
+        scheduler.step(1.0 if run.rank else 1.0 / (1 + step))
+
+
+def _early(run, scheduled):
+    """As in PPO: several passes over a batch, that a rank leaves by itself; then the next batch, and its rate."""
+    model, optimizer = _distributed(run)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1) if scheduled else None
+    for update, data in enumerate(run.batches(4)):
+        for epoch in range(3):
+            _step(model, optimizer, data)
+            if run.rank == 1 and update == 1 and epoch == 0:
+                break  # its KL is above the target
+        if scheduler is not None:
+            scheduler.step()
+        else:
+            optimizer.param_groups[0]["lr"] = 0.1 * (1 - 0.1 * update)
+
+
+EARLY = r"(?=.*leaves a loop early.*let all ranks decide together)"
+
+
+@refused(
+    SECTION,
+    "A rank that leaves a loop early, as PPO does by `target_kl`, and is ahead in its schedule",
+    "let all ranks decide together: average what decides over them first",
+    match=r"in step 4 rank 1 is ahead of rank 0 in its schedule: its LinearLR has taken 2 steps, that of rank 0 1"
+    + EARLY,
+)
+def leaves_a_loop_early(run):
+    _early(run, scheduled=True)
+
+
+@refused(
+    SECTION,
+    "The same where the rate is set by hand",
+    "the same",
+    match=r"in step 4 the ranks' optimizers differ: group 0 has lr=0\.\d+ on rank 0 and 0\.\d+ on rank 1" + EARLY,
+)
+def leaves_a_loop_early_by_hand(run):
+    _early(run, scheduled=False)
+
+
+@refused(
+    SECTION,
+    "The same where nothing else differs",
+    "the others are told when it leaves; the same",
+    match=r"^rank 1\b.* left.*let all of them decide together when to leave a loop",
+    on=(0,),
+)
+def leaves_a_loop_early_for_good(run):
+    model, optimizer = _distributed(run)
+    for update, data in enumerate(run.batches(2)):
+        for epoch in range(3):
+            _step(model, optimizer, data)
+            if run.rank == 1 and update == epoch == 0:
+                break
+
+
+@refused(
+    SECTION, "`add_param_group` on one rank", "call it on every rank", match=BOTH + r"(?=.*group)(?=.*use the same)"
+)
 def group_on_one_rank(run):
     model = double()
     model, optimizer = run.distribute(model, torch.optim.SGD(model[2].parameters(), lr=0.1))
@@ -220,7 +291,10 @@ def other_edits(run):
     train(model, optimizer, run.batches())
 
 
-@refused(SECTION, "`p.grad` edited differently", "make the same edits on every rank", match=BOTH + STEP)
+EDITED = r"(?=before step \d p\.grad was edited in place differently on rank 0 and rank 1; edit it alike)(?=.*to clip)"
+
+
+@refused(SECTION, "`p.grad` edited differently", "make the same edits on every rank", match=EDITED)
 def other_gradients(run):
     model, optimizer = _distributed(run)
     for data in run.batches():
@@ -228,6 +302,55 @@ def other_gradients(run):
         model[0].weight.grad.mul_(1 + run.rank)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def _per_sample(run, model):
+    """This rank's mean of clipped gradients of single rows, as in training with differential privacy."""
+    totals = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    x, y = next(run.batches(1))
+    for row in zip(x, y, strict=True):
+        found = torch.autograd.grad(loss_of(model, row), list(model.parameters()))
+        norm = torch.stack([gradient.norm() for gradient in found]).norm()
+        for total, gradient in zip(totals, found, strict=True):
+            total += gradient / max(1.0, norm.item()) / len(x)
+    return totals
+
+
+def _set(run, mean, backward=False):
+    model, optimizer = _distributed(run)
+    for _ in range(2):
+        totals = _per_sample(run, model)
+        if backward:
+            loss_of(model, next(run.batches(1))).backward()
+        for parameter, total in zip(model.parameters(), totals, strict=True):
+            parameter.grad = mean(total)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+SET = r"before step \d p\.grad of '0\.weight' and 3 more was set to different values on rank 0 and rank 1; (?!.*clip).*"
+SET += r"average it over the ranks first"
+
+
+@case(SECTION, "`p.grad = ...`, averaged over the ranks first", "as with gradients of single rows that are clipped")
+def same_gradients_set(run):
+    return _set(run, run.mean)
+
+
+@refused(
+    SECTION,
+    "`p.grad = ...`, different on each rank",
+    "set the same everywhere: average it over the ranks first",
+    match=SET,
+)
+def other_gradients_set(run):
+    _set(run, lambda total: total)
+
+
+@refused(SECTION, "The same after a `backward()`", "the same", match=SET)
+def other_gradients_set_after_backward(run):
+    _set(run, lambda total: total, backward=True)
 
 
 @refused(
@@ -245,7 +368,7 @@ def other_shapes(run):
     SECTION,
     "`p.grad` read on one rank under ZeRO",
     "read it on every rank",
-    match=BOTH,
+    match=r"^Under ZeRO p\.grad is gathered from all ranks: read or set it on every rank\. Here ranks " + BOTH,
     strategies=SHARDED,
 )
 def reads_alone(run):

@@ -15,6 +15,8 @@ from tests.training_helpers import SHARDED, adamw, double, loss_of, network, sgd
 from tests.what_works.cases import case, refused, together
 from torch import nn
 
+SAVE = "call it on every rank, and save it on one"
+
 
 def _trained(run, model=None, steps=3, optimizer=sgd):
     model = double() if model is None else model
@@ -122,13 +124,41 @@ def resumed(run):
     "Saving and loading",
     "`optimizer.state_dict()` on one rank only",
     "under ZeRO each rank has a part of it: call it on every rank, and save it on one",
-    match=r"rank 0 .*rank 1|rank 1 .*rank 0",
+    match=rf"^Under zero\d optimizer\.state_dict\(\) is collective: {SAVE}\. Here ranks .*rank 0 .*rank 1",
     strategies=SHARDED,
 )
 def optimizer_state_on_one_rank(run):
     model, optimizer = _trained(run, optimizer=adamw)
     if run.rank == 0:
         optimizer.state_dict()
+    train(model, optimizer, run.batches(2, start=3))
+
+
+@refused(
+    "Saving and loading",
+    "`optimizer.state_dict()` on one rank only, at the end",
+    "the same: that rank is told, as the others have left",
+    match=rf"^Under zero\d optimizer\.state_dict\(\) is collective: {SAVE}\. rank 1 .* left",
+    strategies=SHARDED,
+    on=(0,),
+)
+def optimizer_state_at_the_end(run):
+    _, optimizer = _trained(run, optimizer=adamw)
+    if run.rank == 0:
+        optimizer.state_dict()
+
+
+@refused(
+    "Saving and loading",
+    "A copy or a pickle of the optimizer on one rank only",
+    "under ZeRO each rank has a part of its state: make it on every rank",
+    match=rf"^Under zero\d a copy or a pickle of the optimizer is collective: {SAVE}",
+    strategies=SHARDED,
+)
+def copied_on_one_rank(run):
+    model, optimizer = _trained(run, optimizer=adamw)
+    if run.rank == 1:
+        copy.deepcopy(optimizer)
     train(model, optimizer, run.batches(2, start=3))
 
 
@@ -229,10 +259,43 @@ def saved_model(run):
     return together(model=weights(model), **copies)
 
 
+@case(
+    "Saving and loading",
+    "`torch.save(model)` read with `weights_only=True`",
+    "inside `torch.serialization.safe_globals` of the model's own classes: there are no others in the file",
+)
+def saved_model_is_safe(run):
+    model, optimizer = _trained(run, optimizer=adamw)
+    plain = double()
+    for thing, its_plain in ((model, plain), (optimizer, _stepped(plain, adamw(plain)))):
+        assert _unsafe(_saved(thing)) == _unsafe(_saved(its_plain))
+    with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.Tanh]):
+        copied = _read(_saved(model), weights_only=True)
+    assert all(type(parameter) is nn.Parameter for parameter in copied.parameters())
+    train(copied, sgd(copied), type(run)().batches(2, start=3))  # alone: every rank has all rows
+    again = _read(_saved(model), weights_only=False)
+    again, optimizer = run.distribute(again, sgd(again))
+    train(again, optimizer, run.batches(2, start=3))
+    return together(copied=weights(copied), again=weights(again))
+
+
+def _unsafe(data):
+    """What in a file must be allowed for it to be read."""
+    return set(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
+
+
+def _stepped(model, optimizer):
+    loss_of(model, (torch.ones(2, 15).double(), torch.ones(2, 5).double())).backward()
+    optimizer.step()
+    return optimizer
+
+
 @case("Saving and loading", "`pickle.dumps(optimizer)`", "a plain optimizer of its own class, with its state")
 def saved_optimizer(run):
     model, optimizer = _trained(run)
-    copied_model, copied = pickle.loads(pickle.dumps((model, optimizer)))
+    data = pickle.dumps((model, optimizer))
+    assert b"sherd." not in data, "the file needs sherd to be loaded"
+    copied_model, copied = pickle.loads(data)
     assert type(copied) is torch.optim.SGD
     loss_of(copied_model, next(type(run)().batches(1, start=3))).backward()
     copied.step()

@@ -11,8 +11,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from sherd.api.membership import is_distributed
+from sherd.api.mistaken import check_not_a_loss, other_kind
 from sherd.api.training import find_training
 from sherd.errors import ConfigError
+
+_FSDP = ("FSDPModule", "FullyShardedDataParallel")
 
 
 def sort_out(things: Sequence[Any]) -> tuple[list[nn.Module], Optimizer | None, list[DataLoader[Any]]]:
@@ -22,10 +25,8 @@ def sort_out(things: Sequence[Any]) -> tuple[list[nn.Module], Optimizer | None, 
     loaders = [thing for thing in things if isinstance(thing, DataLoader)]
     for thing in things:
         if not isinstance(thing, nn.Module | Optimizer | DataLoader):
-            raise ConfigError(
-                f"distribute takes models, an optimizer and DataLoaders, found {_words(thing)}; other sources of data "
-                f"stay outside: give each rank its own"
-            )
+            found, fix = other_kind(thing)
+            raise ConfigError(f"distribute takes models, an optimizer and DataLoaders, found {found}; {fix}")
     if len(set(map(id, things))) < len(things):
         raise ConfigError("distribute was given the same object twice; pass each once")
     if not models:
@@ -36,6 +37,7 @@ def sort_out(things: Sequence[Any]) -> tuple[list[nn.Module], Optimizer | None, 
             f"distributed one after the other, and one model has one optimizer, with a group for each kind of parameter"
         )
     for model in models:
+        check_not_a_loss(model)
         _check_model(model)
     if optimizers and find_training(optimizers[0]) is not None:
         raise ConfigError("this optimizer is distributed already; pass all models that it trains in one call")
@@ -48,6 +50,12 @@ def _check_model(model: nn.Module) -> None:
         raise ConfigError(
             f"this model is wrapped in torch's {kind}; pass what is inside: sherd.distribute(model.module)"
         )
+    for base in (base for module in model.modules() for base in type(module).__mro__):
+        if base.__name__ in _FSDP and base.__module__.startswith("torch."):  # by name: FSDP takes seconds to import
+            raise ConfigError(
+                f"this model is sharded by torch's FSDP already ({base.__name__}); pass it before that: "
+                f'sherd.distribute(model, optimizer, strategy="zero3") shards it'
+            )
     if any(is_distributed(module) for module in model.modules()):
         raise ConfigError("this model is distributed already; call sherd.distribute once per model")
     for name, parameter in model.named_parameters():
@@ -56,7 +64,3 @@ def _check_model(model: nn.Module) -> None:
                 f"parameter {name!r} belongs to another distributed model too; distribute models that share parameters "
                 f"together: sherd.distribute(one, other, optimizer)"
             )
-
-
-def _words(thing: Any) -> str:
-    return "None" if thing is None else f"an object of type {type(thing).__name__}"

@@ -15,6 +15,7 @@ from sherd.api.membership import enrol
 from sherd.api.schedulers import guard_schedulers
 from sherd.api.training import Training
 from sherd.api.updaters import check_optimizer, check_parameters, updater_for
+from sherd.api.wrappers import refuse_wrappers
 from sherd.comm import Communicator, connect
 from sherd.config import CommOptions, LoaderOptions, StepOptions
 from sherd.data import shard
@@ -106,7 +107,7 @@ def distribute(
     choices = _choices(chosen.choose(ranks, inventory.device), options)
     if optimizer is not None:
         names = {id(parameter): name for name, parameter in zip(inventory.names, inventory.parameters, strict=True)}
-        compare_optimizers(ranks, optimizer, names, "at sherd.distribute")
+        compare_optimizers(ranks, optimizer, names)
         check_optimizer(optimizer, choices, chosen)
     for loader in loaders:
         first = loader is loaders[0]  # the one to train with; others keep their own batch size
@@ -123,6 +124,7 @@ def distribute(
             training.own(thing)
     enrol(model, engine)
     refuse_foreign_steps()
+    refuse_wrappers()
     share_statistics(model, engine)
     if options.accumulate > 1:
         guard_schedulers()

@@ -25,6 +25,10 @@ from sherd.errors import ConfigError
 
 _engines: MutableMapping[nn.Module | nn.Parameter, weakref.ref[Engine]] = WeakIdKeyDictionary()
 
+_ALONE = (
+    "Where parameters are gathered on use, model.state_dict() is collective: call it on every rank, and save it on one"
+)
+
 
 def enrol(model: nn.Module, engine: Engine) -> None:
     """Make `engine` the one of `model`, its modules and its parameters."""
@@ -101,7 +105,7 @@ def _wrap_saving() -> None:
         state = original(self, *args, **options)
         for engine in engines:
             if not engine.store.whole:
-                with labelled(f"state_dict() after step {engine.steps}, which all ranks must call"):
+                with labelled(f"state_dict() after step {engine.steps}", _ALONE):
                     # Or a rank alone might find the others where they gather the same, or in a barrier.
                     with engine.comm.counters.agreeing():
                         engine.comm.all_gather(torch.zeros(1), what="state_dict()").wait()

@@ -6,6 +6,7 @@ loggers and the user hold, and `isinstance` still says what it is.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -62,9 +63,14 @@ class Distributed(_Base):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is a plain optimizer of its own class, with the whole state. Collective, as `state_dict` is."""
-        kind, state = type(self).__bases__[1], self.__getstate__()
+        state = self.__getstate__()
         whole = defaultdict(dict, training_of(self).whole_state())
-        return _plain, (kind, {**state, "state": whole})
+        return copyreg.__newobj__, (self.__class__,), {**state, "state": whole}  # type: ignore[attr-defined]
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The class that it had. A pickler asks for it, and would have no object of it made otherwise."""
+        return type(self).__bases__[1]
 
 
 def adopt(optimizer: Optimizer) -> None:
@@ -79,9 +85,3 @@ def adopt(optimizer: Optimizer) -> None:
 def _distributed(kind: Any) -> Any:
     own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (Distributed, kind), own)
-
-
-def _plain(kind: type[Optimizer], state: dict[str, Any]) -> Optimizer:
-    optimizer = kind.__new__(kind)
-    optimizer.__setstate__(state)
-    return optimizer

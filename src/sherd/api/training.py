@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,7 +39,8 @@ class Training:
         """A copy of a distributed model is a plain one."""
 
     def __reduce__(self) -> Any:
-        return type(None), ()
+        """In a pickle of a distributed model it becomes nothing, of a kind that `weights_only=True` reads too."""
+        return OrderedDict, ()
 
     def step(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         """What `optimizer.step(closure)` does."""
@@ -86,14 +89,25 @@ class Training:
     def optimizer_state(self) -> dict[str, Any]:
         """What `optimizer.state_dict()` gives."""
         self.engine.refuse_torn("optimizer.state_dict()")
-        with labelled(f"optimizer.state_dict() after step {self.engine.steps}"):
+        with self._together("optimizer.state_dict()"):
             return self.updater.state_dict(self.engine.comm)
 
     def whole_state(self) -> dict[Any, Any]:
         """What a copy of the optimizer keeps as its `state`."""
         self.engine.refuse_torn("a copy of the optimizer")
-        with labelled(f"a copy of the optimizer after step {self.engine.steps}"):
+        with self._together("a copy or a pickle of the optimizer"):
             return self.updater.whole_state(self.engine.comm)
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Inside, ranks gather what each of them has a part of. One that does so alone must not wait for the rest."""
+        note = f"Under {self.strategy.name} {what} is collective: call it on every rank, and save it on one"
+        with labelled(f"{what} after step {self.engine.steps}", note):
+            if isinstance(self._updater, OptimizerShard):
+                with self.engine.comm.counters.agreeing():
+                    # Or a rank alone might find the others where they gather something of the same form.
+                    self.engine.comm.agree(f"barrier({what})").wait()
+            yield
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """What `optimizer.load_state_dict(state)` does."""
@@ -128,7 +142,8 @@ def training_of(thing: nn.Module | Optimizer) -> Training:
 
 def find_training(thing: nn.Module | Optimizer) -> Training | None:
     """The same, or None."""
-    return vars(thing).get(_ATTRIBUTE)
+    training = vars(thing).get(_ATTRIBUTE)
+    return training if isinstance(training, Training) else None  # a pickle has something else in its place
 
 
 def _begin(update: Update, run: Callable[[], Any]) -> Any:

@@ -85,8 +85,13 @@ def _remember(site: Site, text: str) -> None:
 
 
 @contextmanager
-def labelled(text: str) -> Iterator[None]:
-    """Use `text` as the site of all calls inside: what an engine is doing says more than where its loop stands."""
+def labelled(text: str, note: str = "") -> Iterator[None]:
+    """Use `text` as the site of all calls inside: what an engine is doing says more than where its loop stands.
+
+    `note` is for a rank that makes these calls alone, which others may know first: an error then begins with it. It
+    has no brackets in it.
+    """
+    text = f"{text} [note: {note}]" if note else text
     thread = threading.get_ident()
     before = _labels.get(thread)
     site = (-1, hash(text))

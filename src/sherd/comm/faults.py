@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 
 from sherd import observe
 from sherd.errors import CommError, Diverged, PeerLost, TimedOut
 
 log = logging.getLogger("sherd")
+
+_NOTE = re.compile(r" \[note: ([^\]]*)\]?")  # of `calls.labelled`; a text that is cut off may lack its end
+_TOGETHER = "Every rank must go on for as long as the others: give each as many batches, and let all of them decide "
+_TOGETHER += "together when to leave a loop."
 
 
 class LinkBroken(RuntimeError):
@@ -21,31 +26,50 @@ class LinkBroken(RuntimeError):
 
 def diverged(number: int, sides: Sequence[str], ranks: Sequence[int]) -> Diverged:
     """`sides` say who called what, and where."""
-    return Diverged(
-        f"ranks made different calls as call {number}: {'; '.join(sides)}. "
-        "All ranks must make the same calls in the same order, with the same shapes, dtypes and options.",
-        tuple(ranks),
-    )
+    words = f"ranks made different calls as call {number}: {_plain('; '.join(sides))}. "
+    words += "All ranks must make the same calls in the same order, with the same shapes, dtypes and options."
+    alone = [note for side in sides for note in _NOTE.findall(side) if not all(note in other for other in sides)]
+    return Diverged(_begun(alone, f"Here {words}") if alone else words, tuple(ranks))
 
 
 def lost(ends: Sequence[str], mine: str, ranks: Sequence[int]) -> PeerLost:
     """`ends` say how each lost rank ended, `mine` what this rank was doing."""
-    return PeerLost(f"{'; '.join(ends)}. {mine}", tuple(ranks))
+    words = _plain(f"{'; '.join(ends)}. {mine}")
+    if any(" left; it " in end for end in ends):  # well, and too early: what it did not do is what went wrong
+        notes = _under_way([mine])
+        words = _begun(notes, words) if notes else f"{words}. {_TOGETHER}"
+    return PeerLost(words, tuple(ranks))
 
 
 def timed_out(late: Sequence[str], seconds: float, deeds: Sequence[str], ranks: Sequence[int]) -> TimedOut:
     """`late` names the missing ranks, `deeds` say what every rank last did."""
     who = ", ".join(late) or "a peer"
-    return TimedOut(f"{who} did not come within {seconds:.1f} s. {'; '.join(deeds)}", tuple(ranks))
+    words = _plain(f"{who} did not come within {seconds:.1f} s. {'; '.join(deeds)}")
+    return TimedOut(_begun(_under_way(deeds), words), tuple(ranks))
 
 
 def warn_late(me: str, late: dict[int, str], seconds: float, call: str, timeout: float) -> None:
     """A warning for each late rank; `late` says who each is and what it last did."""
     for deed in late.values():
-        log.warning("%s has waited %.1f s for %s. An error comes after %g s.", me, seconds, deed, timeout)
-    observe.emit("comm.late", ranks=list(late), call=call, seconds=round(seconds, 3))
+        log.warning("%s has waited %.1f s for %s. An error comes after %g s.", me, seconds, _plain(deed), timeout)
+    observe.emit("comm.late", ranks=list(late), call=_plain(call), seconds=round(seconds, 3))
 
 
 def emit_fault(error: CommError) -> None:
     kind = {PeerLost: "comm.lost", Diverged: "comm.diverged"}.get(type(error), "error")
     observe.emit(kind, ranks=list(error.ranks), text=str(error))
+
+
+def _plain(words: str) -> str:
+    """The words without the notes in them."""
+    return _NOTE.sub("", words)
+
+
+def _under_way(deeds: Sequence[str]) -> list[str]:
+    """The notes of calls that ranks are in, not of those that they have finished."""
+    return [note for deed in deeds for calls in deed.split(" is in ")[1:] for note in _NOTE.findall(calls)]
+
+
+def _begun(notes: Sequence[str], words: str) -> str:
+    """The words with the notes first, each once."""
+    return " ".join([*(f"{note}." for note in dict.fromkeys(notes)), words])

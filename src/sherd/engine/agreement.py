@@ -78,22 +78,37 @@ def agree(comm: Communicator, report: Report, names: Sequence[str]) -> Agreement
     return Agreement(bad == 0, weight, weighing, edited > 0, same[2], uniform, [count > 0 for count in late], used)
 
 
-def agree_on_edits(comm: Communicator, finite: bool, seen: int, step: int) -> bool:
+def agree_on_edits(comm: Communicator, finite: bool, seen: int, assigned: Sequence[str], step: int) -> bool:
     """Whether gradients that were edited are finite everywhere; raise if ranks edited them differently. Collective.
 
-    `seen` is a hash of what this rank saw of them afterwards, below 2**20.
+    `seen` is a hash of what this rank saw of them afterwards, below 2**20; `assigned` names those that were not edited
+    in place but set, as `p.grad = ...` does.
     """
     mine = torch.tensor([float(not finite), float(seen), float(seen) ** 2], dtype=torch.float64)
     with comm.counters.agreeing():
         bad, one, other = comm.all_reduce(mine).wait().tolist()
         if not _same(one, other, comm.world):
-            _, rank = comm.compare_object(seen)
-            raise Diverged(
-                f"before step {step} p.grad was changed differently on rank 0 and rank {rank}; change it alike on all "
-                f"ranks (sherd.clip_grad_norm_ and clip_norm= give the same bits everywhere)",
-                ranks=(0, rank),
-            )
+            raise _edited_apart(comm, seen, assigned, step)
     return bool(bad == 0)
+
+
+def _edited_apart(comm: Communicator, seen: int, assigned: Sequence[str], step: int) -> Diverged:
+    everybody = comm.all_gather_object((seen, list(assigned)))
+    rank = next(rank for rank, (theirs, _) in enumerate(everybody) if theirs != everybody[0][0])
+    names = everybody[0][1] or everybody[rank][1]
+    if names:
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        what = (
+            f"p.grad of {names[0]!r}{others} was set to different values on rank 0 and rank {rank}; all ranks must set "
+            f"the same: average it over the ranks first, by torch.distributed.all_reduce(gradient, "
+            f"op=torch.distributed.ReduceOp.AVG), and draw noise from the same seed"
+        )
+    else:
+        what = (
+            f"p.grad was edited in place differently on rank 0 and rank {rank}; edit it alike on all ranks, by numbers "
+            f"that all of them have (to clip, sherd.clip_grad_norm_ and clip_norm= give the same bits everywhere)"
+        )
+    return Diverged(f"before step {step} {what}", ranks=(0, rank))
 
 
 def _same(total: float, squares: float, world: int) -> bool:
@@ -105,7 +120,10 @@ def _apart(comm: Communicator, report: Report) -> Diverged:
     everybody, rank = comm.compare_object((report.step, report.backwards))
     (step, backwards), (other_step, other_backwards) = everybody[0], everybody[rank]
     if step != other_step:
-        what = f"rank 0 is in step {step} and rank {rank} in step {other_step}; take the same steps on every rank"
+        what = (
+            f"rank 0 is in step {step} and rank {rank} in step {other_step}; take the same steps on every rank, and "
+            f"let all of them decide together where one is skipped"
+        )
     else:
         what = (
             f"in step {step} the gradient has {backwards} backwards on rank 0 and {other_backwards} on rank {rank}; "

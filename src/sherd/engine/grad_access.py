@@ -23,6 +23,8 @@ from sherd.engine.trained import Trained
 from sherd.engine.whole_gradients import WholeGradients
 from sherd.errors import SherdError
 
+_ALONE = "Under ZeRO p.grad is gathered from all ranks: read or set it on every rank"
+
 
 class GradAccess(ABC):
     """`p.grad`. `used[e]` says whether entry e has a gradient on any rank; without one, `p.grad` is None."""
@@ -31,6 +33,8 @@ class GradAccess(ABC):
         self.used: list[bool] = []
         self.seen = 0
         """A hash, below 2**20, of gradients that were edited: ranks that did the same see the same."""
+        self.assigned: list[str] = []
+        """The parameters whose gradient was set to a tensor of the user's; for messages."""
         self._gradients = gradients
         self._parameters = trained.parameters
         self._names = trained.names
@@ -118,6 +122,7 @@ class NativeGrads(GradAccess):
                 changed.add(self._home(entry))
                 self._make_room(self._home(entry))
                 self._gradients.views[entry].copy_(gradient)
+                self.assigned.append(self._names[entry])
                 self.used[entry] = True
                 set_raw_grad(parameter, self._gradients.views[entry].detach())
         changed.update(
@@ -154,7 +159,7 @@ class NativeGrads(GradAccess):
         for parameter in self._parameters:
             set_raw_grad(parameter, None)
         self.used = [False] * len(self.used)
-        self.seen = 0
+        self.seen, self.assigned = 0, []
         self._note()
 
     def _make_room(self, bucket: int) -> None:
@@ -206,7 +211,7 @@ class GatheredGrads(GradAccess):
         """What `p.grad` gives."""
         if not self.has_grad(entry):
             return None
-        with labelled(f"reading the gradient of {self._names[entry]!r}"):
+        with labelled(f"reading the gradient of {self._names[entry]!r}", _ALONE):
             return self._view(self._gather(self._home(entry)), entry)
 
     def write_grad(self, entry: int, gradient: Tensor | None) -> None:
@@ -222,9 +227,10 @@ class GatheredGrads(GradAccess):
             self._discard(entry)
             return
         self._refuse_local(self._home(entry))
-        with labelled(f"p.grad = ... of {self._names[entry]!r}"):
+        with labelled(f"p.grad = ... of {self._names[entry]!r}", _ALONE):
             self._view(self._gather(self._home(entry)), entry).copy_(gradient)
         self.used[entry] = True
+        self.assigned.append(self._names[entry])
 
     def collect(self) -> list[int]:
         changed, self._discarded = self._discarded, set()
@@ -245,7 +251,7 @@ class GatheredGrads(GradAccess):
         self._gathered.clear()
         self._discarded.clear()
         self.used = [False] * len(self.used)
-        self.seen = 0
+        self.seen, self.assigned = 0, []
 
     def _gather(self, bucket: int) -> Tensor:
         if bucket not in self._gathered:

@@ -285,8 +285,9 @@ class Rounds:
             for bucket in sorted(changed):
                 self._measured.measure(bucket)
             with labelled(f"what was done to p.grad before step {self.number}"):
-                self.finite = agree_on_edits(self._comm, self._measured.finite(), self.access.seen, self.number)
-            self.access.seen = 0
+                finite, seen, assigned = self._measured.finite(), self.access.seen, self.access.assigned
+                self.finite = agree_on_edits(self._comm, finite, seen, assigned, self.number)
+            self.access.seen, self.access.assigned = 0, []
         if self._weights.pointless:
             raise ConfigError("every weight of this step was 0, so its gradient has no mean; skip the step")
         self._divide()

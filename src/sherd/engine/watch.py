@@ -64,7 +64,7 @@ class Watch:
         """Ranks have told each other: look closer where they differ, or may. Collective if there is reason to."""
         if not agreement.same_settings and self._optimizer is not None:
             names = {id(p): name for name, p in zip(self._inventory.names, self._inventory.parameters, strict=True)}
-            compare_optimizers(self._comm, self._optimizer, names, f"in step {step}")
+            compare_optimizers(self._comm, self._optimizer, names, step)
         if agreement.edited:
             with labelled(f"what was done to parameters before step {step}"):
                 self._guard.compare(f"before step {step}")

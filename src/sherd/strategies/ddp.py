@@ -12,7 +12,7 @@ from sherd.strategies.base import Strategy
 from sherd.strategies.registry import register
 
 
-@register("ddp")
+@register("ddp", elsewhere=("dp", "data parallel", "DistributedDataParallel", "horovod", "no shard", "zero0"))
 @dataclass(frozen=True, kw_only=True)
 class DDP(Strategy):
     """Parameters, gradients and optimizer state whole on every rank; gradients are summed during backward."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from sherd.errors import ConfigError, nearest
@@ -11,12 +11,15 @@ from sherd.strategies.base import Strategy
 Builder = TypeVar("Builder", bound=Callable[[], Strategy])
 
 _BUILDERS: dict[str, Callable[[], Strategy]] = {}
+_ELSEWHERE: dict[str, list[str]] = {}
+"""What other libraries call a strategy, as `_bare` words; one of their words may stand for several of ours."""
 
 
-def register(name: str) -> Callable[[Builder], Builder]:
+def register(name: str, elsewhere: Iterable[str] = ()) -> Callable[[Builder], Builder]:
     """Decorate a `Strategy` class, or a function that builds one, so that its users can write `name`.
 
     A function gives a class a second name with other defaults. A class without a `name` of its own gets this one.
+    `elsewhere` has words of other libraries for it: who writes one is told the name, since defaults may differ.
     """
 
     def add(builder: Builder) -> Builder:
@@ -27,6 +30,8 @@ def register(name: str) -> Callable[[Builder], Builder]:
         if isinstance(builder, type) and "name" not in vars(builder):
             builder.name = name  # type: ignore[attr-defined]
         _BUILDERS[name] = builder
+        for word in elsewhere:
+            _ELSEWHERE.setdefault(_bare(word), []).append(name)
         return builder
 
     return add
@@ -49,9 +54,29 @@ def names() -> tuple[str, ...]:
 def _named(name: str) -> Strategy:
     builder = _BUILDERS.get(name)
     if builder is None:
-        found = nearest(name, _BUILDERS) if _BUILDERS else "none is registered"
-        raise ConfigError(f"unknown strategy {name!r}; {found}")
+        raise ConfigError(f"unknown strategy {name!r}; {_meant(name)}")
     return builder()
+
+
+def _meant(name: str) -> str:
+    """Which strategies an unknown name may stand for."""
+    if not _BUILDERS:
+        return "none is registered"
+    spelled = [ours for ours in _BUILDERS if _bare(ours) == _bare(name)]
+    if spelled:
+        return f"write strategy={spelled[0]!r}"
+    ours = [each for each in _ELSEWHERE.get(_bare(name), ()) if each in _BUILDERS]
+    if len(ours) == 1:
+        return f"here it is called {ours[0]!r}: write strategy={ours[0]!r}"
+    if ours:
+        choice = f"{', '.join(map(repr, ours[:-1]))} or {ours[-1]!r}"
+        return f"here it is {choice}: write strategy={ours[-1]!r}, or another of these"
+    return nearest(name, _BUILDERS)
+
+
+def _bare(name: str) -> str:
+    """A name without what people spell in different ways: case, hyphens, blanks."""
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def _not_a_strategy(spec: object) -> str:

@@ -77,16 +77,20 @@ class ZeRO(Strategy):
         return size
 
 
-@register("zero1")
+_ANY_STAGE = ("zero", "deepspeed", "zero redundancy")
+_FULLY_SHARDED = ("fsdp", "fsdp1", "fsdp2", "fully shard", "full shard", "FullyShardedDataParallel")
+
+
+@register("zero1", elsewhere=(*_ANY_STAGE, "deepspeed stage 1", "zero stage 1", "ZeroRedundancyOptimizer", "oss"))
 def _zero1() -> ZeRO:
     return ZeRO(stage=1)
 
 
-@register("zero2")
+@register("zero2", elsewhere=(*_ANY_STAGE, "deepspeed stage 2", "zero stage 2", "shard grad op", "sharded ddp"))
 def _zero2() -> ZeRO:
     return ZeRO(stage=2)
 
 
-@register("zero3")
+@register("zero3", elsewhere=(*_ANY_STAGE, "deepspeed stage 3", "zero stage 3", *_FULLY_SHARDED))
 def _zero3() -> ZeRO:
     return ZeRO(stage=3)
