@@ -27,7 +27,8 @@ lint: $(READY) ## ruff, mypy --strict and the layers
 	$(BIN)/lint-imports
 
 unit: $(READY) ## all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not fuzz and not alone' --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest -m 'alone and not fuzz'
 
 fuzz: $(READY) ## long randomised runs
 	$(BIN)/python -m pytest -m fuzz --timeout 1200

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from sherd.errors import Unsupported
 from sherd.testing import Hosts, RankPool
@@ -17,6 +18,18 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # name server gets lost, as one in a hundred may, nobody needs it: a second of waiting is enough, five are not.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+# How long an example takes depends on what else the machine does.
+settings.register_profile("sherd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("sherd")
+
+TIMEOUT = 200  # seconds; of a run that hangs
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores, as tests also wait. Each worker has pools of its own, so memory bounds them."""
+    return min(len(os.sched_getaffinity(0)), 7) + 1
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
@@ -25,7 +38,7 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 
     def pool(world: int) -> RankPool:
         if world not in pools:
-            pools[world] = RankPool(world, timeout=100)
+            pools[world] = RankPool(world, timeout=TIMEOUT)
         return pools[world]
 
     yield pool
@@ -41,7 +54,7 @@ def hosts() -> Iterator[Callable[[int, int], Hosts]]:
     def pool(count: int, ranks_per_host: int) -> Hosts:
         if (count, ranks_per_host) not in pools:
             try:
-                pools[count, ranks_per_host] = Hosts(count, ranks_per_host=ranks_per_host, timeout=100)
+                pools[count, ranks_per_host] = Hosts(count, ranks_per_host=ranks_per_host, timeout=TIMEOUT)
             except Unsupported as error:
                 pytest.skip(str(error))
         return pools[count, ranks_per_host]

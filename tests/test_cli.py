@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -164,11 +165,18 @@ def test_options_after_the_script_are_the_scripts(here):
     assert (result.returncode, result.stdout) == (0, "['-n', '5', '--help', '--', '-m']\n")
 
 
+def free_port():
+    """A port that the kernel gives to nobody who asks for any, so that it is still free when the run has started."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(10_000, first), 100):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")
+
+
 def test_two_machines_meet_at_the_master(here):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    meeting = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
+    meeting = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     script = str(here / "rank_script.py")
     nodes = [subprocess.Popen([*SHERD, "run", *meeting, "--node-rank", node, script]) for node in "01"]
     assert [node.wait(timeout=60) for node in nodes] == [0, 0]
