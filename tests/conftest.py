@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from sherd.errors import Unsupported
@@ -13,6 +14,13 @@ from sherd.testing import Hosts, RankPool
 
 # Some virtual machines offer AMX and do not have it: torch's half-precision kernels crash there.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+# Side by side there are more ranks than cores: one that spins keeps a core from the rank it waits for.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("SHERD_SPIN", "0")
+
+# Models of tests are small: threads would only wait for each other, the longer the more others use the cores.
+torch.set_num_threads(1)
 
 # torch asks for the name of every address that connects to a store, thousands of times in all. Where an answer of the
 # name server gets lost, as one in a hundred may, nobody needs it: a second of waiting is enough, five are not.
