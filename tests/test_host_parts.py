@@ -256,14 +256,14 @@ def test_signals_are_not_swallowed_while_waiting():
         "from tests.test_host_parts import segment\n"
         "from sherd.comm.host import futex\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # jobs in the background start without it
-        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         "memory = segment(4096)\n"
         "try:\n"
-        "    while True: futex.wait(memory.address, 0, 30)\n"
+        "    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "    while True: futex.wait(memory.address, 0, 600)\n"
         "except KeyboardInterrupt:\n"
         "    print('interrupted')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=25, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout.strip() == "interrupted", done.stderr
 
 

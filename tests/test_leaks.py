@@ -198,5 +198,5 @@ raise SystemExit(3)
 def test_a_process_waits_a_while_for_threads_in_the_backend_when_it_ends(seconds, printed):
     """They would abort it; and one that does not come back keeps nobody."""
     command = [sys.executable, "-c", COMING_BACK.format(seconds=seconds)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stdout, done.stderr) == (3, printed, "")
