@@ -34,7 +34,7 @@ settings.load_profile("sherd")
 TIMEOUT = 200  # seconds; of a run that hangs
 
 
-gc.disable()  # while all modules are imported, which leave little to collect: this took a quarter of that time
+gc.disable()  # while all modules are imported, which leave little to collect: 3.0 instead of 3.6 s for each worker
 
 
 def pytest_collection_finish() -> None:
