@@ -29,7 +29,8 @@ lint: $(READY) ## ruff, mypy --strict and the layers
 	$(BIN)/lint-imports
 
 unit: $(READY) ## all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not fuzz and not alone' --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest -m 'alone and not fuzz'
 
 test-isa: $(READY) ## the bitwise tests as on weaker CPUs: with lower instruction sets; prints what took effect
 	$(BIN)/python -m tests.instruction_sets

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
+from hypothesis import HealthCheck, settings
 
 from sherd.errors import Unsupported
 from sherd.testing import Hosts, RankPool
@@ -13,9 +16,38 @@ from sherd.testing import Hosts, RankPool
 # Some virtual machines offer AMX and do not have it: torch's half-precision kernels crash there.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+# Side by side there are more ranks than cores: one that spins keeps a core from the rank it waits for.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("SHERD_SPIN", "0")
+
+# Models of tests are small: threads would only wait for each other, the longer the more others use the cores.
+torch.set_num_threads(1)
+
 # torch asks for the name of every address that connects to a store, thousands of times in all. Where an answer of the
 # name server gets lost, as one in a hundred may, nobody needs it: a second of waiting is enough, five are not.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("sherd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("sherd")
+
+TIMEOUT = 200  # seconds; of a run that hangs
+
+
+gc.disable()  # while all modules are imported, which leave little to collect: 3.0 instead of 3.6 s for each worker
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores, as tests also wait. Each worker has pools of its own, so memory bounds them."""
+    return min(len(os.sched_getaffinity(0)), 7) + 1
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +57,7 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 
     def pool(world: int) -> RankPool:
         if world not in pools:
-            pools[world] = RankPool(world, timeout=100)
+            pools[world] = RankPool(world, timeout=TIMEOUT)
         return pools[world]
 
     yield pool
@@ -41,7 +73,7 @@ def hosts() -> Iterator[Callable[[int, int], Hosts]]:
     def pool(count: int, ranks_per_host: int) -> Hosts:
         if (count, ranks_per_host) not in pools:
             try:
-                pools[count, ranks_per_host] = Hosts(count, ranks_per_host=ranks_per_host, timeout=100)
+                pools[count, ranks_per_host] = Hosts(count, ranks_per_host=ranks_per_host, timeout=TIMEOUT)
             except Unsupported as error:
                 pytest.skip(str(error))
         return pools[count, ranks_per_host]

@@ -140,6 +140,7 @@ def after(what, transport):
     return results
 
 
+@pytest.mark.alone
 @FAULTY
 def test_a_cut_cable_is_an_error_that_names_host_and_rank_in_time(aftermath, transport):
     results, local = aftermath["cut", transport].result(), PLACES[transport][1]
@@ -153,6 +154,7 @@ def test_a_cut_cable_is_an_error_that_names_host_and_rank_in_time(aftermath, tra
             assert "on host1 (pid" in named.partition("did not come")[0], (rank, named)
 
 
+@pytest.mark.alone
 @FAULTY
 def test_a_paused_host_is_a_warning_and_then_an_error_that_name_it(aftermath, transport):
     results, local = aftermath["pause", transport].result(), PLACES[transport][1]
@@ -166,6 +168,7 @@ def test_a_paused_host_is_a_warning_and_then_an_error_that_name_it(aftermath, tr
         assert any("on host1 (pid" in line.partition("for ")[2] for line in lines), (rank, lines)
 
 
+@pytest.mark.alone
 @FAULTY
 def test_a_rank_killed_on_another_host_is_named_before_any_timeout(transport):
     count, victim = PLACES[transport]  # the first rank of host 1

@@ -253,6 +253,7 @@ def check(told):
     assert told.again, told
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("case", CUTS, ids="-".join)
 def test_a_cable_cut_in_the_middle_of_a_step(aftermath, case):
     _, transport, _ = case
@@ -265,6 +266,7 @@ def test_a_cable_cut_in_the_middle_of_a_step(aftermath, case):
     check_blame(beyond, others)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("case", PAUSES, ids="-".join)
 def test_a_host_paused_in_the_middle_of_a_step(aftermath, case):
     here, paused = aftermath[case].result()
@@ -276,6 +278,7 @@ def test_a_host_paused_in_the_middle_of_a_step(aftermath, case):
     assert "host1" in {host for told in here for host in late(told.lines)}, here
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("case", KILLS, ids="-".join)
 def test_a_host_killed_in_the_middle_of_a_step(aftermath, case):
     here, killed = aftermath[case].result()

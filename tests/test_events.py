@@ -183,7 +183,7 @@ observe.emit("step", step=1, loss=0.0)
 def run_python(source, *arguments, **environment):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
     return subprocess.run(
-        [sys.executable, "-c", source, *arguments], env=environment, timeout=60, check=False
+        [sys.executable, "-c", source, *arguments], env=environment, timeout=150, check=False
     ).returncode
 
 

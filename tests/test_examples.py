@@ -65,7 +65,7 @@ def test_the_command_of_the_page_prints_it_too():
     paths = os.pathsep.join(path for path in map(os.path.abspath, sys.path) if path)
     command = [sys.executable, "-m", "sherd.cli", "run", "-n", "2", DISTRIBUTED, "--strategy", "zero3", *CURVE]
     ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=110, check=False, env={**os.environ, "PYTHONPATH": paths}
+        command, capture_output=True, text=True, timeout=200, check=False, env={**os.environ, "PYTHONPATH": paths}
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == plain_curve(CURVE)

@@ -18,7 +18,7 @@ from sherd import CommOptions
 from sherd.comm import calls
 from sherd.comm.codec import Cast
 from sherd.comm.host import futex, rendezvous
-from sherd.comm.host.board import Board, State, progress
+from sherd.comm.host.board import Board, State, progress, spins_pay
 from sherd.comm.host.memory import MemfdKeeper, Segment
 from sherd.comm.host.peers import Peers
 from sherd.comm.host.rendezvous import meet
@@ -256,14 +256,14 @@ def test_signals_are_not_swallowed_while_waiting():
         "from tests.test_host_parts import segment\n"
         "from sherd.comm.host import futex\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # jobs in the background start without it
-        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         "memory = segment(4096)\n"
         "try:\n"
-        "    while True: futex.wait(memory.address, 0, 30)\n"
+        "    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "    while True: futex.wait(memory.address, 0, 600)\n"
         "except KeyboardInterrupt:\n"
         "    print('interrupted')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=25, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout.strip() == "interrupted", done.stderr
 
 
@@ -277,3 +277,15 @@ def test_a_killed_sleeper_is_no_problem_for_the_waker():
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     futex.wake(memory.address)
+
+
+def test_ranks_spin_where_each_has_a_core_unless_others_need_them(monkeypatch):
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.delenv("SHERD_SPIN", raising=False)
+    assert spins_pay(cores)
+    assert not spins_pay(cores + 1)
+    monkeypatch.setenv("SHERD_SPIN", "0")
+    assert not spins_pay(1)
+    monkeypatch.setenv("SHERD_SPIN", "no")
+    with pytest.raises(ConfigError, match="SHERD_SPIN='no' must be 0 or 1"):
+        spins_pay(1)

@@ -75,6 +75,7 @@ def reachable(hosts):
         return found
 
 
+@pytest.mark.alone
 def test_a_cable_can_be_cut_and_mended():
     with hosts_or_skip(2) as hosts:
         assert hosts.run(reachable, list(hosts))[0] == [True, False, True]
@@ -95,6 +96,7 @@ def states(hosts):
     return found
 
 
+@pytest.mark.alone
 def test_a_host_can_be_paused():
     with hosts_or_skip(2) as hosts:
         assert hosts.run(states, list(hosts))[0] == [[False, True], [False, False]]

@@ -39,7 +39,7 @@ def nothing_left(monkeypatch):
     assert me.num_fds() == files
 
 
-def wait_for(condition, what, seconds=60):
+def wait_for(condition, what, seconds=150):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come"

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,6 +33,14 @@ def descriptors():
 def shared_mappings():
     gc.collect()
     return sum("memfd:sherd-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def threads(at_most):
+    """How many there are, once those of closed communicators have ended: nobody waits for them."""
+    deadline = time.monotonic() + 10.0
+    while threading.active_count() > at_most and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return threading.active_count()
 
 
 def resident_kb():
@@ -85,21 +94,25 @@ def connect_and_close(transport, times):
             c.barrier().wait()
             group.close()
 
+    idle = threads(at_most=1)
     once()
-    before = descriptors(), shared_mappings(), threading.active_count()
+    idle = threads(idle)
+    before = descriptors(), shared_mappings(), idle
     for _ in range(times):
         once()
-    return before, (descriptors(), shared_mappings(), threading.active_count())
+    idle = threads(idle)
+    return before, (descriptors(), shared_mappings(), idle)
 
 
 def test_closed_host_communicators_leave_nothing(ranks):
     for before, after in ranks(2).run(connect_and_close, "host", 10):
-        assert after == before
+        assert after[:2] == before[:2]
+        assert after[2] <= before[2]
 
 
 def test_closed_c10d_communicators_leave_no_threads(ranks):
     for before, after in ranks(2).run(connect_and_close, "c10d", 3):
-        assert after[2] == before[2]
+        assert after[2] <= before[2]
 
 
 def dropped(transport):
@@ -198,5 +211,5 @@ raise SystemExit(3)
 def test_a_process_waits_a_while_for_threads_in_the_backend_when_it_ends(seconds, printed):
     """They would abort it; and one that does not come back keeps nobody."""
     command = [sys.executable, "-c", COMING_BACK.format(seconds=seconds)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stdout, done.stderr) == (3, printed, "")

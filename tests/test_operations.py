@@ -16,6 +16,7 @@ from sherd.errors import ConfigError, Unsupported
 TRANSPORTS = ("host", "c10d")
 # Small chunks, so that these tensors stream through them many times over.
 SMALL_CHUNKS = {"chunk_bytes": 4096, "chunks": 2}
+SPINNING = {"SHERD_SPIN": "1"}  # as outside of tests that run side by side
 SHAPES = ((1,), (7, 15), (3, 0, 2), (257,), (40_001,))
 
 
@@ -63,7 +64,7 @@ def every_operation(options, group):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("world", "group"), [(2, 2), (3, 3), (4, 2)])
 def test_every_operation(ranks, transport, world, group):
-    ranks(world).run(every_operation, {"transport": transport, **SMALL_CHUNKS}, group)
+    ranks(world).run(every_operation, {"transport": transport, **SMALL_CHUNKS}, group, env=SPINNING)
 
 
 def test_every_operation_with_default_chunks(ranks):

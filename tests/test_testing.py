@@ -20,6 +20,8 @@ import torch.distributed as dist
 from sherd.errors import ConfigError, RankFailed
 from sherd.testing import Died, RankPool, RanksTimedOut, run_ranks
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def pair():

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from tests.comm_reference import reduced, tensor_of
+from tests.test_operations import SPINNING
 
 from sherd import CommOptions, comm
 from sherd.errors import ConfigError, Diverged, PeerLost
@@ -17,6 +18,7 @@ SIZES = (0, 1, 7, 64, 1023, 5460, 8193, 16_000, 16_385, 40_001, 300_000)
 KINDS = ("all_reduce", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "message")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 MIXED = 1.2  # seconds of a mixture
+ROUNDS = 3  # and at least as many of 25 operations, on a machine however slow
 
 
 class Mixture:
@@ -78,7 +80,8 @@ class Mixture:
 
     def run(self, seconds):
         end = time.monotonic() + seconds
-        while True:
+        rounds = 0
+        while rounds < ROUNDS or not self.c.broadcast_object(time.monotonic() > end):
             for _ in range(25):
                 self.issue()
                 chance = self.own.random()
@@ -89,8 +92,8 @@ class Mixture:
             while self.pending:
                 self.finish(self.own.randrange(len(self.pending)))
             self.used = 0
-            if self.c.broadcast_object(time.monotonic() > end):
-                return self.issued
+            rounds += 1
+        return self.issued
 
 
 def mixture(options, seed, seconds):
@@ -103,7 +106,7 @@ def mixture(options, seed, seconds):
 @pytest.mark.parametrize(("world", "chunks"), [(2, 2), (3, 1), (4, 2)])
 def test_a_mixture_over_the_host_transport(ranks, world, chunks):
     options = {"transport": "host", "group": 2, "chunk_bytes": 4096, "chunks": chunks}
-    assert min(ranks(world).run(mixture, options, world, MIXED)) > 25
+    assert min(ranks(world).run(mixture, options, world, MIXED, env=SPINNING)) > 25
 
 
 def test_a_mixture_over_the_host_transport_with_default_chunks(ranks):

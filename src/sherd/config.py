@@ -257,6 +257,12 @@ def _seconds(variable: str, text: str) -> float:
         raise ConfigError(f"{variable}={text!r} must be a number of seconds, such as {variable}=60") from None
 
 
+def flag_from_env(variable: str, default: bool) -> bool:
+    """0 or 1 in the environment; the default where it is not set or empty."""
+    text = os.environ.get(variable, "")
+    return _flag(variable, text) if text else default
+
+
 def _flag(variable: str, text: str) -> bool:
     if text not in ("0", "1"):
         raise ConfigError(f"{variable}={text!r} must be 0 or 1; write {variable}=1 to turn it on")

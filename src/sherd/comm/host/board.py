@@ -19,6 +19,7 @@ from enum import IntEnum
 from sherd.comm.calls import Call, Site, site_text
 from sherd.comm.host import futex
 from sherd.comm.host.memory import Segment, round_up
+from sherd.config import flag_from_env
 
 CHUNK_BITS = 24
 HEADERS = 64  # operations a rank may be ahead of the slowest reader
@@ -200,5 +201,5 @@ def _offsets(world: int) -> tuple[int, ...]:
 
 
 def spins_pay(ranks: int) -> bool:
-    """Spinning helps only while every rank has a core of its own."""
-    return ranks <= len(os.sched_getaffinity(0))
+    """Spinning helps only while every rank has a core of its own. SHERD_SPIN=0 says that others need them too."""
+    return ranks <= len(os.sched_getaffinity(0)) and flag_from_env("SHERD_SPIN", True)
