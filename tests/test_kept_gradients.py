@@ -111,6 +111,34 @@ def test_gradients_that_are_kept_stay_what_they_were(ranks, how):
     ranks(2).run(kept, how)
 
 
+def kept_and_set():
+    """`p.grad = x` leaves alone what `p.grad` was before, and counts."""
+    with connected() as c:
+        found = {}
+        for strategy in EVERY:
+            model, optimizer = distributed(c, strategy)
+            for step in range(3):
+                loss_of(model, batch(c.rank, step)).backward()
+                kept = [parameter.grad for parameter in model.parameters()]
+                before = [gradient.clone() for gradient in kept]
+                for parameter, gradient in zip(model.parameters(), kept, strict=True):
+                    parameter.grad = gradient * 0.5
+                    assert torch.equal(parameter.grad, gradient * 0.5)
+                kept[1].mul_(3.0)  # of which nobody knows any more
+                optimizer.step()
+                before[1] *= 3.0
+                assert all(map(torch.equal, kept, before)), strategy
+                optimizer.zero_grad()
+            found[strategy] = weights(model)
+        all_same(found)
+        with pytest.raises(RuntimeError, match="size"):
+            model[0].weight.grad = torch.zeros(3)
+
+
+def test_setting_a_gradient_leaves_the_last_one_alone(ranks):
+    ranks(2).run(kept_and_set)
+
+
 def as_in_torch():
     """A gradient that is not dropped is added to in place, and whoever keeps it sees that."""
     with connected() as c:

@@ -35,8 +35,8 @@ def state_bytes(strategy, rank, world):
     engine = training.engine
     engine.rounds.access.used = [True] * len(engine.trained.parameters)
     engine.rounds.access.show()
-    with engine.updating() as used:
-        training.updater.step(used)
+    with engine.updating() as update:
+        training.updater.step(update.used)
     return engine.store.bytes() + engine.gradients.bytes()["gradients"] + training.state_bytes()
 
 

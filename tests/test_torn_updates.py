@@ -119,6 +119,35 @@ def test_a_hook_that_refuses_a_step_tears_nothing(ranks):
     ranks(2).run(refused_by_a_hook)
 
 
+def failing_closure(fail_at):
+    """Before anything has changed a closure may fail, as in plain torch; later on it may not."""
+    with connected() as c:
+        model, optimizer = distributed(c, "ddp", optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
+        calls = []
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(c.rank))
+            calls.append(loss)
+            if len(calls) == fail_at:
+                raise ValueError("half way")
+            loss.backward()
+            return loss
+
+        with pytest.raises(ValueError, match="half way"):
+            optimizer.step(closure)
+        if fail_at == 1:
+            optimizer.step(closure)
+            return
+        with pytest.raises(SherdError, match="load both"):
+            loss_of(model, batch(c.rank))
+
+
+@pytest.mark.parametrize("fail_at", [1, 3])
+def test_a_closure_that_fails(ranks, fail_at):
+    ranks(2).run(failing_closure, fail_at)
+
+
 def on_one_rank():
     with connected(timeout=8.0) as c:
         model, optimizer = distributed(c, "zero2", optimizer=failing)

@@ -135,6 +135,61 @@ def swapped(run):
     return together(average=average, end=weights(model))
 
 
+@case(SECTION, "Weights edited by hooks of the optimizer's step", "before it and after it")
+def by_step_hooks(run):
+    model, optimizer = _distributed(run)
+    seen = []
+
+    def shrink(*_):
+        for parameter in model.parameters():
+            parameter.data.mul_(0.9)
+
+    def clamp(*_):
+        seen.append(sum(parameter.detach().sum() for parameter in model.parameters()))
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+
+    optimizer.register_step_pre_hook(shrink)
+    optimizer.register_step_post_hook(clamp)
+    train(model, optimizer, run.batches(4))
+    return together(weights=weights(model), seen=dict(enumerate(seen)))
+
+
+@case(SECTION, "Gradients edited by a hook of the optimizer's step", "clipped there by torch's own function")
+def gradients_by_step_hooks(run):
+    model, optimizer = _distributed(run)
+
+    def clip(*_):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    optimizer.register_step_pre_hook(clip)
+    train(model, optimizer, run.batches(4))
+    return weights(model)
+
+
+@case(SECTION, "Two parameters whose data is swapped", "`a.data, b.data = b.data, a.data`")
+def swapped_data(run):
+    torch.manual_seed(0)
+    model = nn.Sequential(double(), nn.Linear(5, 5).double(), nn.Tanh(), nn.Linear(5, 5).double())
+    model, optimizer = run.distribute(model, sgd(model))
+    for data in run.batches(4):
+        train(model, optimizer, [data])
+        one, other = model[1].weight, model[3].weight
+        one.data, other.data = other.data, one.data
+    return weights(model)
+
+
+@case(SECTION, "A weight that is transposed in place", "`p.data = p.data.t()`")
+def transposed(run):
+    torch.manual_seed(0)
+    model = nn.Sequential(double(), nn.Linear(5, 5).double())
+    model, optimizer = run.distribute(model, sgd(model))
+    for data in run.batches(4):
+        train(model, optimizer, [data])
+        model[1].weight.data = model[1].weight.data.t()
+    return weights(model)
+
+
 class _Adapted(nn.Module):
     """A linear layer with a low-rank adapter, as PEFT has it."""
 
@@ -163,6 +218,20 @@ def merged(run):
     total = {"sum": sum(parameter.sum() for parameter in merged.values())}
     train(model, optimizer, run.batches(2, start=3))
     return together(merged=merged, total=total, end=weights(model))
+
+
+@refused(
+    SECTION,
+    "`model.share_memory()` later",
+    "share a copy: updates would not reach it",
+    match=r"'0\.weight' was moved into memory for other processes by share_memory.*copy\.deepcopy",
+    strategies=("zero1", "zero2", "zero3"),
+)
+def shared_memory(run):
+    model, optimizer = _distributed(run)
+    train(model, optimizer, run.batches(1))
+    model.share_memory()
+    train(model, optimizer, run.batches(1))
 
 
 @refused(

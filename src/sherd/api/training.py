@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from sherd.api.updaters import WholeUpdater, check_parameters
 from sherd.comm import labelled
-from sherd.engine.engine import Engine, Update
+from sherd.engine.engine import Engine
 from sherd.engine.loss import loss_of_all
 from sherd.engine.optimizer_shard import OptimizerShard
 from sherd.errors import ConfigError, SherdError
@@ -52,9 +52,15 @@ class Training:
             with torch.enable_grad():
                 loss = closure()
         if engine.prepare_step():
-            with engine.updating() as update:
-                _hooked(optimizer, lambda: _begin(update, lambda: updater.step(update.used)))
+            _hooked(optimizer, lambda: self._update(optimizer))
         return loss
+
+    def _update(self, optimizer: Optimizer) -> None:
+        # Inside the hooks of the step: before it they may edit parameters, and after it they see those of all ranks.
+        if optimizer._optimizer_step_pre_hooks:
+            self.engine.rounds.settle()  # or gradients
+        with self.engine.updating() as update:
+            self.updater.step(update.used)
 
     def _step_by_closure(self, optimizer: Optimizer, closure: Closure, updater: WholeUpdater) -> Any:
         """A step that evaluates the loss as often as it likes, each time with the loss and gradient of all ranks."""
@@ -64,23 +70,29 @@ class Training:
         weights = engine.rounds.weights
         weight = weights.pending  # said before the step: it holds for every evaluation
 
-        def evaluate(*arguments: Any, **options: Any) -> Any:
-            engine.accept_edits()  # the steps so far of its search
-            weights.pending = weight
-            loss = closure(*arguments, **options)
-            if not engine.prepare_step():
-                raise SherdError(
-                    f"rank {engine.comm.rank}: the gradient is not finite, and {name} cannot skip a step that it is in "
-                    f"the middle of"
-                )
-            if loss is not None or updater.needs_closure:
-                with labelled(f"the loss of step {engine.steps}"):
-                    loss = loss_of_all(engine.comm, weights, loss, name)
-            weights.pending = None
-            return loss
+        def search() -> Any:
+            with engine.updating() as update:
+                update.begun = False  # a first evaluation that fails leaves everything as it was
 
-        with engine.updating() as update:
-            return _hooked(optimizer, lambda: _begin(update, lambda: updater.step((), evaluate)))
+                def evaluate(*arguments: Any, **options: Any) -> Any:
+                    update.begun |= engine.accept_edits()  # the steps so far of its search
+                    weights.pending = weight
+                    loss = closure(*arguments, **options)
+                    if not engine.prepare_step():
+                        raise SherdError(
+                            f"rank {engine.comm.rank}: the gradient is not finite, and {name} cannot skip a step that "
+                            f"it is in the middle of"
+                        )
+                    if loss is not None or updater.needs_closure:
+                        with labelled(f"the loss of step {engine.steps}"):
+                            loss = loss_of_all(engine.comm, weights, loss, name)
+                    weights.pending = None
+                    update.begun = True
+                    return loss
+
+                return updater.step((), evaluate)
+
+        return _hooked(optimizer, search)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """What `optimizer.zero_grad()` does."""
@@ -144,12 +156,6 @@ def find_training(thing: nn.Module | Optimizer) -> Training | None:
     """The same, or None."""
     training = vars(thing).get(_ATTRIBUTE)
     return training if isinstance(training, Training) else None  # a pickle has something else in its place
-
-
-def _begin(update: Update, run: Callable[[], Any]) -> Any:
-    """Behind the hooks of a step, which may refuse it while nothing has changed."""
-    update.begun = True
-    return run()
 
 
 def _hooked(optimizer: Optimizer, update: Callable[[], Any]) -> Any:

@@ -35,17 +35,13 @@ class CopyOnWrite:
         """The pages that this rank has written; only where the page map can tell."""
         return page_map.written(self._address, self._nbytes)
 
-    def everything(self) -> Runs:
-        """All pages."""
-        return [(0, self._nbytes // PAGE)]
-
     def give_back(self, pages: Runs) -> Runs:
         """Give back those of these pages that are no different from the shared ones; those that are."""
         kept: Runs = []
         for start, stop in pages:
             different = self._different(start, stop)
             for (_, last), (first, _) in pairwise([(start, start), *different, (stop, stop)]):
-                self._drop(last, first)
+                self.drop(last, first)
             kept += different
         return kept
 
@@ -63,6 +59,7 @@ class CopyOnWrite:
         elements = (own != shared).nonzero().flatten() // (PAGE // 8)
         return page_map.runs_of(start + page for page in torch.unique_consecutive(elements).tolist())
 
-    def _drop(self, start: int, stop: int) -> None:
+    def drop(self, start: int, stop: int) -> None:
+        """Give back pages `[start, stop)`, whatever they hold."""
         if start < stop:
             self._map.madvise(mmap.MADV_DONTNEED, start * PAGE, (stop - start) * PAGE)

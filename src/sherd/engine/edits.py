@@ -60,6 +60,16 @@ class EditGuard:
         self.edits.difference_update(indices)
         self.accept(indices)
 
+    def touched(self) -> bool:
+        """Whether a parameter was changed since, as far as torch's versions and places tell."""
+        return self._look() != self._looks
+
+    def check_kinds(self) -> None:
+        """Raise if a parameter is of another dtype or shape than before. Local, and looks at no values."""
+        for index, (look, before) in enumerate(zip(self._look(), self._looks, strict=True)):
+            if look != before and index not in self.lent:
+                self._check_kind(index, look, before)
+
     def check(self) -> None:
         """Find what was edited; raise if a parameter was replaced, or is of another dtype or shape. Local."""
         if any([*map(id, registry.values())] != ids for registry, ids in self._places):
@@ -96,7 +106,7 @@ class EditGuard:
             self.compare(when)
 
     def _refuse_different(self, indices: Sequence[int], when: str, who: torch.Tensor | None = None) -> None:
-        mine = torch.tensor([self._store.digest(index) for index in indices], dtype=torch.int64)
+        mine = torch.tensor(self._store.digests(indices), dtype=torch.int64)
         with self._comm.counters.agreeing():
             everybody = self._comm.all_gather(mine).wait().view(self._comm.world, -1)
         different = (everybody != everybody[0]).any(0).nonzero().flatten().tolist()
@@ -127,7 +137,9 @@ class EditGuard:
     def _look(self) -> list[Look]:
         place = self._store.place
         with unnoticed():
-            return [Look(p._version, place(index), p.dtype, p.shape) for index, p in enumerate(self._parameters)]
+            return [
+                Look(p._version, place(index), p.stride(), p.dtype, p.shape) for index, p in enumerate(self._parameters)
+            ]
 
     def _sum(self, indices: Iterable[int]) -> dict[int, int]:
         return {index: checksum(self._parameters[index]) for index in indices} if self._checksums else {}
@@ -139,6 +151,13 @@ class EditGuard:
                 f"is {look.dtype} of shape {tuple(look.shape)} now, and was distributed as {before.dtype} of shape "
                 f"{tuple(before.shape)}",
                 "call model.to(...), or whatever resized it, before sherd.distribute",
+            )
+        parameter: Any = self._parameters[index]
+        if look.place != before.place and self._store.owns_memory and parameter.is_shared():
+            self._refuse(
+                self._names[index],
+                "was moved into memory for other processes by share_memory(), where updates would not reach it",
+                "share a copy of the model: copy.deepcopy(model).share_memory()",
             )
 
     def _check_model(self) -> None:
@@ -173,6 +192,7 @@ class Look(NamedTuple):
 
     version: int
     place: object
+    strides: tuple[int, ...]
     dtype: torch.dtype
     shape: torch.Size
 

@@ -54,8 +54,8 @@ class Update:
 
     used: list[bool]
     """by entry: whether it has a gradient on any rank"""
-    begun: bool = False
-    """whether something may have been changed"""
+    begun: bool = True
+    """whether something may have been changed, beyond what can be seen of the parameters"""
 
 
 class Engine:
@@ -102,9 +102,11 @@ class Engine:
         """How many steps were taken."""
         return self.rounds.number
 
-    def accept_edits(self) -> None:
-        """What was done to the parameters is an update of their optimizer's."""
+    def accept_edits(self) -> bool:
+        """What was done to the parameters is an update of their optimizer's; whether anything was."""
+        touched = self._guard.touched()
         self._guard.accept()
+        return touched
 
     def prepare_step(self) -> bool:
         """Whether this `step()` is a real one and its gradient is fit for it. Collective if it is real."""
@@ -113,6 +115,7 @@ class Engine:
             raise SherdError(f"rank {self.comm.rank}: step() inside full_parameters; leave it first")
         if not self.rounds.window.advance():
             return False
+        self._guard.check_kinds()  # first: gradients would have to fit too
         self.rounds.settle()
         self._buffers.sync(self.steps)
         if not self.rounds.finite and self._options.nonfinite != "allow":
@@ -135,7 +138,7 @@ class Engine:
                 yield update
                 self.store.publish()
             except BaseException as error:
-                if update.begun:
+                if update.begun or self._guard.touched():
                     self._torn.tear(self.steps, error)
                 raise
         self._guard.accept()

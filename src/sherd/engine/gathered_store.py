@@ -129,21 +129,29 @@ class GatheredStore(ParameterStore):
             found.update(self._members(bucket))
         return found
 
-    def digest(self, index: int) -> int:
-        return self._written[index] if index in self._written else super().digest(index)
+    def digests(self, indices: Sequence[int]) -> list[int]:
+        here = set(self.gathering.gathered)  # what was written into these was not released since
+        for bucket in self._buckets(indices):
+            self.gathering.touch(bucket)
+        return [
+            self._written[index]
+            if index in self._written and self._bucket(index) not in here
+            else checksum(self._flattened(index))
+            for index in indices
+        ]
 
     def keep_edits(self, indices: Sequence[int]) -> None:
-        moved = [index for index in indices if self._is_moved(index)]
+        moved = {i: self._parameters[i].detach().clone() for i in indices if self._is_moved(i)}
         self.gathering.drop(self._buckets(indices))
-        for index in moved:
-            self._put(index, self._parameters[index].detach())
+        for index, value in moved.items():
+            self._put(index, value)
         self.take_back(moved)
         self._written.clear()
         self.gathering.refresh()
 
     def _is_moved(self, index: int) -> bool:
         with unnoticed():
-            return self.bucket_of(self._parameters[index]) is None
+            return not self._parameters[index].is_set_to(self._homes[index])
 
     def lend(self, indices: Sequence[int]) -> None:
         with labelled("full_parameters, or load_state_dict"):

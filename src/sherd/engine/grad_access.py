@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -103,53 +103,52 @@ class NativeGrads(GradAccess):
 
     def show(self) -> None:
         for entry, parameter in enumerate(self._parameters):
-            if self.used[entry]:
-                # Another tensor each time: whoever keeps it holds on to the memory.
-                set_raw_grad(parameter, self._gradients.views[entry].detach())
+            view = self._gradients.views[entry]
+            if self.used[entry] and parameter.dtype == view.dtype:  # or it was converted
+                set_raw_grad(parameter, view.detach())  # another one each time: who keeps it holds on to the memory
         self._shown = True
         self._note()
 
     def collect(self) -> list[int]:
-        changed, dropped = set(), []
+        rewritten: dict[int, dict[int, Tensor | None]] = {}  # by bucket, then entry: what `p.grad` was set to
         for entry, parameter in enumerate(self._parameters):
             gradient, view = raw_grad(parameter), self._gradients.views[entry]
             if gradient is None:
                 if self.used[entry] and self._shown:
                     self.used[entry] = False
-                    dropped.append(entry)
-                    changed.add(self._home(entry))
+                    rewritten.setdefault(self._home(entry), {})[entry] = None
+            elif gradient.dtype != view.dtype:
+                continue  # the parameter was converted, which will be refused
             elif gradient.layout is not torch.strided or not gradient.is_set_to(view):
-                changed.add(self._home(entry))
-                self._make_room(self._home(entry))
-                self._gradients.views[entry].copy_(gradient)
-                self.assigned.append(self._names[entry])
                 self.used[entry] = True
-                set_raw_grad(parameter, self._gradients.views[entry].detach())
-        changed.update(
-            b for b, (now, noted) in enumerate(zip(self._now(), self._versions, strict=True)) if now != noted
-        )
-        self._drop(dropped)
+                self.assigned.append(self._names[entry])
+                rewritten.setdefault(self._home(entry), {})[entry] = gradient
+        versions = zip(self._now(), self._versions, strict=True)
+        changed = {bucket for bucket, (now, noted) in enumerate(versions) if now != noted}.union(rewritten)
+        for bucket, gradients in rewritten.items():
+            self._rewrite(bucket, gradients)
         for bucket in sorted(changed):
             if self._gradients.summed[bucket]:
                 self._see(self._gradients.sums[bucket])
         self._note()
         return sorted(changed)
 
-    def _drop(self, entries: list[int]) -> None:
-        """These have no gradient any more, by `p.grad = None` or `model.zero_grad()`."""
-        for bucket in {self._home(entry) for entry in entries}:
-            members = self._gradients.layout.buckets[bucket].members
-            if not any(self.used[member] for member in members):
-                self._gradients.drop(bucket)
-                continue
-            shown = [member for member in members if self.used[member]]
-            for member in shown:
-                set_raw_grad(self._parameters[member], None)
-            self._gradients.separate(bucket)
-            for member in shown:
-                set_raw_grad(self._parameters[member], self._gradients.views[member].detach())
-            for member in set(entries).intersection(members):
-                self._gradients.views[member].zero_()
+    def _rewrite(self, bucket: int, gradients: Mapping[int, Tensor | None]) -> None:
+        """Put into a sum what `p.grad` was set to. Whoever keeps what it was before shall find it so."""
+        used = [member for member in self._gradients.layout.buckets[bucket].members if self.used[member]]
+        if not used:
+            self._gradients.drop(bucket)  # model.zero_grad(): the next gradient is the first again
+            return
+        for member in used:
+            set_raw_grad(self._parameters[member], None)  # or our own would look as if somebody kept them
+        self._make_room(bucket)
+        for entry, gradient in gradients.items():
+            if gradient is None:
+                self._gradients.views[entry].zero_()
+            else:
+                self._gradients.views[entry].copy_(gradient)
+        for member in used:
+            set_raw_grad(self._parameters[member], self._gradients.views[member].detach())
 
     def suspects(self) -> list[int]:
         # `p.grad.data.mul_(2)` writes into the sum and leaves no version to go by.
@@ -164,10 +163,12 @@ class NativeGrads(GradAccess):
 
     def _make_room(self, bucket: int) -> None:
         self._refuse_local(bucket)
-        if not self._gradients.summed[bucket]:
-            self._gradients.begin(bucket)
-            self._gradients.sums[bucket].zero_()
-            self._gradients.summed[bucket] = True
+        if self._gradients.summed[bucket]:
+            self._gradients.separate(bucket)
+            return
+        self._gradients.begin(bucket)
+        self._gradients.sums[bucket].zero_()
+        self._gradients.summed[bucket] = True
 
     def _now(self) -> list[int]:
         return [sum._version for sum in self._gradients.sums]
@@ -190,6 +191,7 @@ class GatheredGrads(GradAccess):
         self._comm = comm
         self._ready = ready
         self._gathered: dict[int, Tensor] = {}
+        self._set: dict[int, Tensor] = {}  # what `p.grad` was set to, not in the sums yet
         self._discarded: set[int] = set()
 
     def grow(self) -> None:
@@ -211,12 +213,18 @@ class GatheredGrads(GradAccess):
         """What `p.grad` gives."""
         if not self.has_grad(entry):
             return None
+        if entry in self._set:
+            return self._set[entry]
         with labelled(f"reading the gradient of {self._names[entry]!r}", _ALONE):
             return self._view(self._gather(self._home(entry)), entry)
 
     def write_grad(self, entry: int, gradient: Tensor | None) -> None:
         """What `p.grad = gradient` does: all ranks must do it."""
+        set_raw_grad(
+            self._parameters[entry], gradient
+        )  # which has torch's own words for a shape or dtype that is wrong
         set_raw_grad(self._parameters[entry], None)
+        self._set.pop(entry, None)
         if not self._ready():
             if gradient is None:
                 return  # as zero_grad() does nothing inside a window
@@ -228,7 +236,8 @@ class GatheredGrads(GradAccess):
             return
         self._refuse_local(self._home(entry))
         with labelled(f"p.grad = ... of {self._names[entry]!r}", _ALONE):
-            self._view(self._gather(self._home(entry)), entry).copy_(gradient)
+            self._gather(self._home(entry))
+        self._set[entry] = gradient
         self.used[entry] = True
         self.assigned.append(self._names[entry])
 
@@ -238,17 +247,20 @@ class GatheredGrads(GradAccess):
             self._gradients.slices[bucket].copy_(whole.view(self._comm.world, -1)[self._comm.rank])
             self._gradients.summed[bucket] = True
             changed.add(bucket)
-            members = self._gradients.layout.buckets[bucket].members
-            for entry in members:
+            for entry in self._gradients.layout.buckets[bucket].members:
+                if entry in self._set:
+                    self._put(entry, self._set[entry])
+                elif not self.used[entry]:
+                    self._put(entry, None)  # dropped; who keeps what was gathered shall find it as it was
                 if self.used[entry]:
-                    self._see(self._view(whole, entry))
-                else:
-                    self._zero(entry)  # it was dropped, and who keeps what was gathered shall find it as it was
+                    self._see(self._set[entry] if entry in self._set else self._view(whole, entry))
         self._gathered.clear()  # sums may be scaled or zeroed from here on
+        self._set.clear()
         return sorted(changed)
 
     def forget(self) -> None:
         self._gathered.clear()
+        self._set.clear()
         self._discarded.clear()
         self.used = [False] * len(self.used)
         self.seen, self.assigned = 0, []
@@ -277,12 +289,14 @@ class GatheredGrads(GradAccess):
             self._gathered.pop(bucket, None)
         else:
             self._gradients.separate(bucket)
-            self._zero(entry)
+            self._put(entry, None)
         self._discarded.add(bucket)
 
-    def _zero(self, entry: int) -> None:
-        """This rank's part of a gradient that is there no more."""
-        for segment in self._gradients.layout.segments_of(entry):
+    def _put(self, entry: int, gradient: Tensor | None) -> None:
+        """Write this rank's part of a gradient, or zeros, into its slice."""
+        layout, slice = self._gradients.layout, self._gradients.slices[self._home(entry)]
+        flat = None if gradient is None else layout.entries[entry].flattened(gradient.detach().to_dense())
+        for segment in layout.segments_of(entry):
             if segment.owner == self._comm.rank:
-                slice = self._gradients.slices[self._home(entry)]
-                slice[segment.offset : segment.offset + segment.numel].zero_()
+                own = slice[segment.offset : segment.offset + segment.numel]
+                own.copy_(own.new_zeros(()) if flat is None else flat[segment.region.start :][: segment.numel])

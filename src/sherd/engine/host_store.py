@@ -36,7 +36,7 @@ class HostStore(FlatStore):
 
     @property
     def sees_all_edits(self) -> bool:  # type: ignore[override]
-        return page_map.can_tell() or not self._own_views
+        return page_map.can_tell() if self._own_views else self._comm.world == 1
 
     def acquire(self) -> None:
         return  # comparing edits has waited for everybody, and alone there is nobody to wait for
@@ -55,14 +55,15 @@ class HostStore(FlatStore):
         if not self._own_views:
             return super().edited(suspects)
         suspects = set(suspects)
-        found = {index for index in self._moved(suspects) if not self._is_common(index)}
-        self.take_back(suspects - found)
+        moved = set(self._moved(suspects))
+        found = {index for index in moved if not self._is_common(index)}
+        self.take_back(moved - found)
         return found.union(self._written(suspects - found))
 
     def keep_edits(self, indices: Sequence[int]) -> None:
         self._store_once(indices)
         self.take_back(indices)
-        self._give_back(indices)
+        self._written(indices)  # which gives back the pages that are common again
         self._comm.host.barrier().wait()  # an update may follow at once, and would make pages differ that do not
 
     def write(self, indices: Sequence[int]) -> None:
@@ -74,17 +75,21 @@ class HostStore(FlatStore):
         # What this rank wrote into them before counts no more.
         for index in self._written(indices).intersection(indices):
             self.homes[index].copy_(self.originals[index])
-        self._give_back(indices)
+        self._written(indices)
 
     def _store_once(self, indices: Sequence[int]) -> None:
         """The first rank of the host has the values that all shall have."""
         if self._comm.host.rank == 0:
+            moved = self._values_of_moved(indices)
             for index in indices:
-                self.originals[index].copy_(self._parameters[index].detach())
+                self.originals[index].copy_(moved.get(index, self._parameters[index].detach()))
         self._comm.host.barrier().wait()
 
     def _written(self, suspects: Iterable[int]) -> set[int]:
-        """The parameters that differ from the common copy in what this rank has written."""
+        """The parameters that differ from the common copy in what this rank has written. Gives back all other pages.
+
+        Where the page map cannot tell, only pages of `suspects` are looked at.
+        """
         found: set[int] = set()
         for dtype, view in self._own_views.items():
             if page_map.can_tell():
@@ -94,12 +99,12 @@ class HostStore(FlatStore):
                     view.pages_of(self.homes[index]) for index in suspects if dtype_name(self.homes[index]) == dtype
                 ]
             for start, stop in view.give_back(pages):
-                found.update(self._places[dtype].within(start * PAGE, stop * PAGE))
-        return {index for index in found if not self._is_common(index)}
-
-    def _give_back(self, indices: Iterable[int]) -> None:
-        """These parameters are common to all ranks again: give back the pages that show nothing else."""
-        self._written(indices)
+                among = self._places[dtype].within(start * PAGE, stop * PAGE)
+                different = {index for index in among if index in found or not self._is_common(index)}
+                found |= different
+                if not different:
+                    view.drop(start, stop)  # they differ in padding alone, and would hide updates
+        return found
 
     def _is_common(self, index: int) -> bool:
         entry = self._trained.inventory.entry(index)

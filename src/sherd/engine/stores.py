@@ -33,6 +33,8 @@ class ParameterStore(ABC):
     is updated by itself."""
     sees_all_edits = False
     """Whether `edited` finds them without being told where to look."""
+    owns_memory = True
+    """Whether parameters live in memory of the store's, to which they are put back."""
 
     def __init__(self, mesh: Mesh, trained: Trained) -> None:
         self._mesh = mesh
@@ -87,9 +89,9 @@ class ParameterStore(ABC):
         another version or checksum than before."""
         return set(suspects)
 
-    def digest(self, index: int) -> int:
-        """A checksum of a parameter as this rank has it."""
-        return checksum(self._flattened(index))
+    def digests(self, indices: Sequence[int]) -> list[int]:
+        """Checksums of parameters as this rank has them. Collective where they are gathered."""
+        return [checksum(self._flattened(index)) for index in indices]
 
     def keep_edits(self, indices: Sequence[int]) -> None:
         """All ranks have made the same edits of these parameters. Collective where `compares_edits`."""
@@ -114,6 +116,8 @@ class ParameterStore(ABC):
 
 class ReplicaStore(ParameterStore):
     """Every rank has all parameters, in memory of their own, and updates all of them itself."""
+
+    owns_memory = False
 
     def _take_over(self) -> list[Tensor]:
         self._before: dict[int, Tensor] = {}
@@ -200,14 +204,19 @@ class FlatStore(ParameterStore):
 
     def edited(self, suspects: Iterable[int]) -> set[int]:
         suspects = set(suspects)
-        for index in self._moved(suspects):
-            self.homes[index].copy_(self._parameters[index].detach())
-        self.take_back(suspects)
+        moved = self._values_of_moved(suspects)
+        for index, value in moved.items():
+            self.homes[index].copy_(value)
+        self.take_back(moved)
         return suspects
 
     def _moved(self, indices: Iterable[int]) -> list[int]:
-        """Those parameters whose data is no longer the store's: `p.data = x`."""
-        return [index for index in indices if self._parameters[index].data_ptr() != self.homes[index].data_ptr()]
+        """Those parameters whose data is another tensor than the store's: `p.data = x`."""
+        return [index for index in indices if not self._parameters[index].is_set_to(self.homes[index])]
+
+    def _values_of_moved(self, indices: Iterable[int]) -> dict[int, Tensor]:
+        """Copies of what they have instead. It may be another one's home: `a.data, b.data = b.data, a.data`."""
+        return {index: self._parameters[index].detach().clone() for index in self._moved(indices)}
 
     def bytes(self) -> int:
         return sum(flat.nbytes for flat in self._flats.values())
