@@ -44,6 +44,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+LONG = ("test_what_works.py", "test_parity.py", "test_launch.py", "test_shard_over.py", "test_examples.py")
+"""Files that come first, so that side by side none of them is left over at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores, as tests also wait. Each worker has pools of its own, so memory bounds them."""

@@ -377,7 +377,7 @@ WORLDS, TRANSPORTS = st.integers(2, 4), st.sampled_from(["host", "host", "c10d"]
 examples = functools.partial(settings, deadline=None, print_blob=True)
 
 
-@examples(max_examples=12)
+@examples(max_examples=8)
 @given(WORLDS, CASES, TRANSPORTS)
 def test_random_models_train_the_same_bits(ranks, world, case, transport):
     check_random(ranks, world, case, transport)

@@ -118,7 +118,7 @@ def agreeing(seeds):
 
 
 def test_random_models_have_the_same_bits_everywhere(ranks):
-    for wrong in ranks(2).run(agreeing, range(25)):
+    for wrong in ranks(2).run(agreeing, range(12)):
         assert not wrong, "\n".join(wrong)
 
 

@@ -40,6 +40,30 @@ def why_not_elementwise(optimizer: Optimizer) -> WhyNot | None:
     """
     if _needs_closure(optimizer):
         return BY_CLOSURE
+    key = _key(optimizer)
+    if key is None:
+        return _why_not(optimizer)
+    if key not in _known:
+        _known[key] = _why_not(optimizer)
+    return _known[key]
+
+
+_known: dict[Any, WhyNot | None] = {}
+
+
+def _key(optimizer: Optimizer) -> Any:
+    """What the answer depends on, if that is known; None for anybody's own class, which may look at anything."""
+    if not _is_torchs(optimizer) or optimizer.state:
+        return None
+    groups = []
+    for group in optimizer.param_groups:
+        alike = {(each.dtype, each.device, each.dim(), _is_large(each)) for each in group["params"]}
+        options = {**hyper_parameters(group), "lr": isinstance(group.get("lr"), Tensor), "initial_lr": None}
+        groups.append((repr(options), frozenset(alike)))
+    return type(optimizer), tuple(groups)
+
+
+def _why_not(optimizer: Optimizer) -> WhyNot | None:
     if name := own_collective(optimizer):
         return _by_itself(name)
     with _undisturbed(optimizer) as called:
@@ -54,6 +78,8 @@ def own_collective(optimizer: Optimizer) -> str | None:
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
+    if _is_torchs(optimizer):
+        return None  # none of torch's own does
     with _undisturbed(optimizer) as called:
         for probe in _probes(optimizer, _ROUND):
             with suppress(Exception):  # of any class: optimizers are anybody's code
@@ -91,6 +117,14 @@ def _undisturbed(optimizer: Optimizer) -> Iterator[list[str]]:
         random.setstate(before)
 
 
+def _is_torchs(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _is_large(parameter: Tensor) -> bool:
+    return parameter.dim() == 2 and min(parameter.shape) >= _LARGE
+
+
 def _probes(optimizer: Optimizer, shapes_of: Shapes) -> Iterator[Probe]:
     """One probe per distinct set of hyper-parameters, dtype and device."""
     seen: set[Any] = set()
@@ -106,7 +140,7 @@ def _probes(optimizer: Optimizer, shapes_of: Shapes) -> Iterator[Probe]:
         for (dtype, device), parameters in (alike or {(torch.float32, torch.device("cpu")): []}).items():
             # A matrix always: a rule for matrices must show even where parameters are empty until they are gathered.
             usual = dict.fromkeys((shapes_of[2], *(shapes_of.get(each.dim(), shapes_of[2]) for each in parameters)))
-            large = any(each.dim() == 2 and min(each.shape) >= _LARGE for each in parameters)
+            large = any(map(_is_large, parameters))
             model = next((each for each in parameters if each.numel() and optimizer.state.get(each)), None)
             for shapes in (tuple(usual), *([(_LARGE_MATRIX,)] if large else ())):
                 rest = (dtype, device, shapes, model is None)
