@@ -99,8 +99,8 @@ def functional_after_a_kill():
     with backend(gloo=False):
         if dist.get_rank() == VICTIM:
             os.kill(os.getpid(), signal.SIGKILL)
-        total = functional.all_reduce(torch.ones(3_000_000), "sum", dist.group.WORLD)
-        try:
+        try:  # it may be seen when the call is made, or when it is waited for
+            total = functional.all_reduce(torch.ones(3_000_000), "sum", dist.group.WORLD)
             functional.wait_tensor(total)
         except PeerLost as error:
             return str(error)
