@@ -258,3 +258,19 @@ def skipped_by_rank(run):
         optimizer.step()
         optimizer.zero_grad()
     return weights(model)
+
+
+@case("Gradients", "A gradient that is kept over `zero_grad()`", "stays what it was: cosines of successive gradients")
+def kept(run):
+    model = double()
+    model, optimizer = run.distribute(model, sgd(model))
+    last, turns = None, []
+    for data in run.batches(4):
+        loss_of(model, data).backward()
+        now = [parameter.grad for parameter in model.parameters()]
+        if last is not None:
+            turns.append(sum((gradient * before).sum() for gradient, before in zip(now, last, strict=True)))
+        last = now
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**weights(model), "turns": torch.stack(turns)}
