@@ -7,6 +7,7 @@ files, those are tested.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -44,7 +45,9 @@ def took_effect(variables: dict[str, str]) -> dict[str, str]:
     return {name: match[1] if match else "not found" for name, match in matches.items()}
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    _, arguments = parser.parse_known_args()
     plain = took_effect({})
     files = [] if any(argument.startswith("tests") for argument in arguments) else list(FILES)
     failed = []
@@ -65,4 +68,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -94,7 +94,7 @@ class EditGuard:
         with self._comm.counters.agreeing():
             who = self._comm.all_gather(mine).wait().view(self._comm.world, -1)
         indices: list[int] = who.any(0).nonzero().flatten().tolist()
-        self._refuse_different(indices, when, who)
+        self.compare_values(indices, when, who)
         self._store.keep_edits(indices)
         self.written(indices)
 
@@ -105,17 +105,15 @@ class EditGuard:
         if edited.item():
             self.compare(when)
 
-    def _refuse_different(self, indices: Sequence[int], when: str, who: torch.Tensor | None = None) -> None:
+    def compare_values(self, indices: Sequence[int], when: str, who: torch.Tensor | None = None) -> None:
+        """Refuse values of these parameters that are not the same on all ranks; `who` says which ranks edited which.
+        Collective."""
         mine = torch.tensor(self._store.digests(indices), dtype=torch.int64)
         with self._comm.counters.agreeing():
             everybody = self._comm.all_gather(mine).wait().view(self._comm.world, -1)
         different = (everybody != everybody[0]).any(0).nonzero().flatten().tolist()
         if different:
             raise self._difference([indices[at] for at in different], everybody[:, different[0]].tolist(), when, who)
-
-    def compare_values(self, indices: Sequence[int], when: str) -> None:
-        """Refuse values of these parameters that are not the same on all ranks. Collective."""
-        self._refuse_different(indices, when)
 
     def _difference(self, indices: list[int], sums: list[int], when: str, who: torch.Tensor | None) -> Diverged:
         name, others = self._names[indices[0]], len(indices) - 1
