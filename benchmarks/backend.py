@@ -1,11 +1,13 @@
 """Torch's own DDP and FSDP2 over the backend "sherd" and over gloo: `python -m benchmarks.backend`.
 
-Model, data, turns and tables are those of `benchmarks.training`.
+Model, data, turns and tables are those of `benchmarks.training`. Ranks of the backend "sherd" keep the memory that
+torch frees (`SHERD_KEEP_FREED_MEMORY=1`, see docs/backend.md); those of gloo, as torch has it, do not.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import asdict
 
 from rich.console import Console
@@ -31,7 +33,9 @@ def main() -> None:
     parser.add_argument("--no-save", action="store_true", help=f"write nothing to {RESULTS.name}/")
     arguments = parser.parse_args()
     end_ranks_when_stopped()
+    os.environ["SHERD_KEEP_FREED_MEMORY"] = "1"  # ranks are started from here
     console = Console(width=130, highlight=False)
+    console.print("SHERD_KEEP_FREED_MEMORY=1 for the ranks of the backend sherd")
     run = Run(arguments.ranks, arguments.size, arguments.timeout, console)
     measured = interleave(run, NAMES, arguments.rounds, arguments.steps)
     tables = training_report(arguments.ranks, arguments.size, measured, WORKLOADS, TARGETS)

@@ -44,7 +44,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-LONG = ("test_what_works.py", "test_parity.py", "test_launch.py", "test_shard_over.py", "test_examples.py")
+LONG = (
+    "test_what_works.py",
+    "test_parity.py",
+    "test_launch.py",
+    "test_two_machines.py",
+    "test_shard_over.py",
+    "test_examples.py",
+    "test_refused.py",
+)
 """Files that come first, so that side by side none of them is left over at the end."""
 
 

@@ -89,7 +89,7 @@ class Buckets(Sampler):
 
 
 def sharded(loader, c, accumulate=1, **options):
-    shard(loader, c, LoaderOptions(**options), accumulate, announce=False)
+    shard(loader, c, LoaderOptions(**options), accumulate)
     return loader
 
 

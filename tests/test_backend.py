@@ -7,6 +7,7 @@ import itertools
 import subprocess
 import sys
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 import sherd
 from sherd import CommOptions
+from sherd.comm.backend import heap
 from sherd.errors import ConfigError, Unsupported
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
@@ -424,3 +426,25 @@ print(dist.get_backend(), dist.get_default_backend_for_device("cpu"), x.tolist()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=False)
     assert done.stdout.split("\n")[0] == "sherd gloo [1.0, 1.0]", done.stderr
+
+
+def limits_raised(monkeypatch, **environment):
+    calls = []
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *args: calls.append(args)))
+    for name in (heap.VARIABLE, *heap._CHOICES, "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    heap._keep_freed_memory.cache_clear()
+    heap.keep_freed_memory_if_asked()
+    heap._keep_freed_memory.cache_clear()
+    return len(calls)
+
+
+def test_the_heap_of_the_process_is_left_alone_unless_asked_for(monkeypatch):
+    assert limits_raised(monkeypatch) == 0
+    assert limits_raised(monkeypatch, SHERD_KEEP_FREED_MEMORY="0") == 0
+    assert limits_raised(monkeypatch, SHERD_KEEP_FREED_MEMORY="1") == 2
+    assert limits_raised(monkeypatch, SHERD_KEEP_FREED_MEMORY="1", MALLOC_TRIM_THRESHOLD_="1") == 0
+    with pytest.raises(ConfigError, match="must be 0 or 1"):
+        limits_raised(monkeypatch, SHERD_KEEP_FREED_MEMORY="yes")

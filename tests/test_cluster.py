@@ -286,7 +286,6 @@ def test_operations_leak_nothing(ranks):
     assert max(ranks(4).run(on_hosts, 2, test_leaks.a_thousand, "cluster", 100)) < 30_000
 
 
-def test_closed_communicators_leave_no_threads_and_no_memory(ranks):
-    for before, after in ranks(4).run(on_hosts, 2, test_leaks.connect_and_close, "cluster", 3):
-        assert after[1] == before[1]
-        assert after[2] <= before[2]
+@pytest.mark.parametrize("way", [test_leaks.connect_and_close, test_leaks.connect_and_drop])
+def test_communicators_that_are_closed_or_dropped_leave_nothing(ranks, way):
+    test_leaks.leave_nothing(ranks(4).run(on_hosts, 2, way, "cluster", 2))

@@ -237,8 +237,8 @@ def test_a_leader_that_is_gone_or_silent_is_named():
 
 
 def test_another_user_is_turned_away(monkeypatch):
-    real = rendezvous._credentials
-    monkeypatch.setattr(rendezvous, "_credentials", lambda sock: (real(sock)[0], real(sock)[1] + 1))
+    real = rendezvous.credentials
+    monkeypatch.setattr(rendezvous, "credentials", lambda sock: (real(sock)[0], real(sock)[1] + 1))
     meeting = Meeting(2, [None, None])
     assert [m.hosts for m in meeting.found] == [[[0], [1]]] * 2
 

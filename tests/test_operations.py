@@ -11,6 +11,7 @@ from tests.log_lines import log_lines
 
 from sherd import CommOptions, comm
 from sherd.comm.host import rendezvous
+from sherd.comm.summation import REDUCTIONS
 from sherd.errors import ConfigError, Unsupported
 
 TRANSPORTS = ("host", "c10d")
@@ -388,6 +389,35 @@ def backend_order():
 
 def test_the_backends_own_order_can_be_asked_for(ranks):
     ranks(2).run(backend_order)
+
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+EVERY_DTYPE = (*FLOATS, *WHOLE, torch.bool, torch.complex64, torch.complex128)
+
+
+def backend_order_of_everything():
+    made = 0
+    with (
+        comm.connect(CommOptions(transport="c10d", order="transport")) as theirs,
+        comm.connect(CommOptions(transport="c10d")) as ours,
+    ):
+        for dtype in EVERY_DTYPE:
+            x = torch.tensor([3, 1, 5, 0] if ours.rank else [1, 1, 2, 0]).to(dtype)  # no sum of these is rounded
+            for op in REDUCTIONS:
+                for operation in ("all_reduce", "reduce_scatter"):
+                    try:
+                        ours.check(operation, x, detail=op)
+                    except (ConfigError, Unsupported):
+                        continue
+                    expected, found = (getattr(c, operation)(x, op=op).wait() for c in (ours, theirs))
+                    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), (dtype, op, operation)
+                    made += 1
+    assert made > 100
+
+
+def test_what_the_backend_cannot_reduce_in_its_own_order_is_reduced_here(ranks):
+    ranks(2).run(backend_order_of_everything)
 
 
 def hosts_by_label(transport):

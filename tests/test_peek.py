@@ -124,7 +124,7 @@ def test_memory_that_cannot_be_read_is_an_error():
 _FAULTS = """
 import resource, torch
 from sherd.comm.backend import heap
-heap.keep_freed_memory()
+heap.keep_freed_memory_if_asked()
 def step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     held = [torch.ones(3_000_000) for _ in range(8)]
@@ -135,8 +135,19 @@ print(min(step() for _ in range(3)))
 """
 
 
-@pytest.mark.parametrize(("environment", "kept"), [({}, True), ({"MALLOC_MMAP_THRESHOLD_": "65536"}, False)])
-def test_freed_memory_is_kept_unless_the_user_chose_otherwise(environment, kept):
+ASKED = {"SHERD_KEEP_FREED_MEMORY": "1"}
+
+
+def test_freed_memory_is_nobodys_business_unless_asked(monkeypatch):
+    monkeypatch.delenv("SHERD_KEEP_FREED_MEMORY", raising=False)
+    monkeypatch.setattr(heap, "_keep_freed_memory", lambda: pytest.fail("nobody has asked"))
+    heap.keep_freed_memory_if_asked()
+
+
+@pytest.mark.parametrize(
+    ("environment", "kept"), [(ASKED, True), ({**ASKED, "MALLOC_MMAP_THRESHOLD_": "65536"}, False)]
+)
+def test_freed_memory_is_kept_if_the_user_asks_for_it(environment, kept):
     inherited = {k: v for k, v in os.environ.items() if k not in (*heap._CHOICES, "GLIBC_TUNABLES")}
     faults = int(subprocess.check_output([sys.executable, "-c", _FAULTS], env={**inherited, **environment}))
     pages = 8 * 12_000_000 // 4096

@@ -1,6 +1,7 @@
 """What a user calls: `distribute`, and what can be said about a distributed model afterwards.
 
-Read `training` first: a whole step on one screen.
+Read `training` first: a whole step on one screen. A call of `distribute` is a `plan`, on which ranks agree `together`,
+and its `carrying_out`.
 """
 
 from __future__ import annotations

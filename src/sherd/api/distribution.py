@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import ExitStack
 from typing import Any, TypeVar, overload
 
 from torch import nn
 from torch.optim import Optimizer
 
-from sherd.api import optimizer as optimizers
-from sherd.api.arguments import sort_out
-from sherd.api.foreign import refuse_foreign_steps
-from sherd.api.membership import enrol
-from sherd.api.schedulers import guard_schedulers
-from sherd.api.training import Training
-from sherd.api.updaters import check_optimizer, check_parameters, updater_for
-from sherd.api.wrappers import refuse_wrappers
-from sherd.comm import Communicator, connect
+from sherd.api.carrying_out import carry_out
+from sherd.api.plan import Plan
+from sherd.api.together import together
+from sherd.comm import Communicator, connect, labelled
 from sherd.config import CommOptions, LoaderOptions, StepOptions
-from sherd.data import shard
-from sherd.engine.choices import AccumulateAt, Choices, Gradients
-from sherd.engine.engine import Engine
-from sherd.engine.inventory import Inventory
-from sherd.engine.settings import compare_optimizers
-from sherd.engine.sync_batch_norm import share_statistics
-from sherd.errors import ConfigError, Diverged, nearest
+from sherd.errors import ConfigError, nearest
 from sherd.strategies import Strategy, resolve
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -67,6 +57,9 @@ def distribute(
     Collective: all ranks call it, with the same models, and take rank 0's weights. Under torchrun or `sherd run` it
     starts torch.distributed if nobody has; without them it is a world of one.
 
+    All or nothing: what is wrong on one rank is refused on every rank, and then model, optimizer and loaders are as
+    before, to be passed again.
+
     strategy: "ddp", "zero1", "zero2", "zero3", or an object with options such as `sherd.ZeRO(stage=2, ...)`.
     accumulate: every K-th `step()` is the real one; `step()`, `zero_grad()` and a scheduler's `step()` do nothing in
         between. The gradient is the mean over ranks and backwards (the sum, with `loss_reduction="sum"`). Strategies
@@ -75,59 +68,34 @@ def distribute(
     global_batch, iterable: see `sherd.LoaderOptions`.
     comm: options for the communicator, or one that exists.
     """
-    for name in unknown:
-        raise ConfigError(_unknown(name))
-    chosen = resolve(strategy)
-    options = StepOptions(
-        accumulate=accumulate,
-        accumulate_at=accumulate_at,
-        clip_norm=clip_norm,
-        nonfinite=nonfinite,
-        loss_reduction=loss_reduction,
-        sync_buffers=sync_buffers,
-        bucket_bytes=bucket_bytes,
-        check=check,
-    )
-    models, optimizer, loaders = sort_out(things)
-    loading = LoaderOptions(global_batch=global_batch, iterable=iterable)
-    if not loaders and loading != LoaderOptions():
-        raise ConfigError(f"{loading} is about a loader; pass it: sherd.distribute(model, optimizer, loader)")
-    if optimizer is None and options.accumulate > 1:
-        raise ConfigError(
-            f"accumulate={options.accumulate} counts the optimizer's step() calls, and no optimizer was passed; write "
-            f"sherd.distribute(model, optimizer, accumulate={options.accumulate})"
-        )
-    model = models[0] if len(models) == 1 else nn.ModuleList(models)
-    inventory = Inventory.of(model, dry=isinstance(comm, Communicator) and comm.dry)
-    for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
-        check_parameters(group["params"], inventory.parameters, f"the optimizer's group {index}")
-    ranks = comm if isinstance(comm, Communicator) else connect(comm)
-    _compare(ranks, (chosen, options, loading))
-    inventory.compare(ranks)
-    choices = _choices(chosen.choose(ranks, inventory.device), options)
-    if optimizer is not None:
-        names = {id(parameter): name for name, parameter in zip(inventory.names, inventory.parameters, strict=True)}
-        compare_optimizers(ranks, optimizer, names)
-        check_optimizer(optimizer, choices, chosen)
-    for loader in loaders:
-        first = loader is loaders[0]  # the one to train with; others keep their own batch size
-        its = loading if first else loading.replace(global_batch=None)
-        shard(loader, ranks, its, options.accumulate, announce=first)
-    engine = Engine(ranks, inventory, choices, options, optimizer)
-    updater = None
-    if optimizer is not None:
-        updater = updater_for(optimizer, engine)
-        optimizers.adopt(optimizer)
-    training = Training(engine, chosen, updater)
-    for thing in (*models, optimizer):
-        if thing is not None:
-            training.own(thing)
-    enrol(model, engine)
-    refuse_foreign_steps()
-    refuse_wrappers()
-    share_statistics(model, engine)
-    if options.accumulate > 1:
-        guard_schedulers()
+    if not isinstance(comm, CommOptions | Communicator | None):
+        raise ConfigError(f"distribute takes comm=sherd.CommOptions(...) or a communicator, got {comm!r}")
+    with ExitStack() as undo:
+        ranks = comm if isinstance(comm, Communicator) else connect(comm)
+        if ranks is not comm:
+            undo.push(ranks)  # closes it with the error, which other ranks then hear of
+
+        def make() -> Plan:
+            for name in unknown:
+                raise ConfigError(_unknown(name))
+            options = StepOptions(
+                accumulate=accumulate,
+                accumulate_at=accumulate_at,
+                clip_norm=clip_norm,
+                nonfinite=nonfinite,
+                loss_reduction=loss_reduction,
+                sync_buffers=sync_buffers,
+                bucket_bytes=bucket_bytes,
+                check=check,
+            )
+            loading = LoaderOptions(global_batch=global_batch, iterable=iterable)
+            return Plan.of(things, resolve(strategy), options, loading, ranks)
+
+        plan = together(ranks, make)
+        with labelled("sherd.distribute"):
+            plan.compare(ranks)
+            carry_out(plan, ranks, undo)
+        undo.pop_all()
     return things if len(things) > 1 else things[0]
 
 
@@ -137,25 +105,3 @@ def _unknown(name: str) -> str:
     fields = (*dataclasses.fields(StepOptions), *dataclasses.fields(LoaderOptions))
     valid = ("strategy", "comm", *(field.name for field in fields))
     return f"distribute has no option {name!r}; {nearest(name, valid)}"
-
-
-def _choices(choices: Choices, options: StepOptions) -> Choices:
-    """What the strategy chose, with what the user said about accumulation."""
-    if options.accumulate_at is not None:
-        choices = dataclasses.replace(choices, accumulate_at=AccumulateAt(options.accumulate_at))
-    if choices.accumulate_at is AccumulateAt.RANK and choices.gradients is Gradients.SLICES:
-        # A rank that adds up its own gradient needs room for all of it.
-        choices = dataclasses.replace(choices, gradients=Gradients.WHOLE)
-    return choices
-
-
-def _compare(comm: Communicator, mine: tuple[Strategy, StepOptions, LoaderOptions]) -> None:
-    """Refuse options that differ between ranks. Collective."""
-    everybody, rank = comm.compare_object(mine)
-    for first, other in zip(everybody[0], everybody[rank], strict=True):
-        if first != other:
-            raise Diverged(
-                f"the ranks' options differ: rank 0 has {first} where rank {rank} has {other}; "
-                f"call sherd.distribute with the same options on every rank",
-                ranks=(0, rank),
-            )

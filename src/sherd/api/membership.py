@@ -30,10 +30,11 @@ _ALONE = (
 )
 
 
-def enrol(model: nn.Module, engine: Engine) -> None:
+def enrol(model: nn.Module, engine: Engine, undo: ExitStack) -> None:
     """Make `engine` the one of `model`, its modules and its parameters."""
     members: list[nn.Module | nn.Parameter] = [*model.modules(), *model.parameters()]
     for member in members:
+        undo.callback(_engines.pop, member, None)
         _engines[member] = weakref.ref(engine)
     if not hasattr(nn.Module.load_state_dict, "__sherd__"):
         _wrap_loading()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copyreg
 import functools
 from collections import defaultdict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sherd.api.training import Closure, training_of
+from sherd.data.restore import as_it_is as attributes_as_they_are
 
 if TYPE_CHECKING:
     _Base = Optimizer
@@ -71,6 +73,22 @@ class Distributed(_Base):
     def __class__(self) -> Any:
         """The class that it had. A pickler asks for it, and would have no object of it made otherwise."""
         return type(self).__bases__[1]
+
+
+def as_it_is(optimizer: Optimizer) -> Callable[[], None]:
+    """Gives `optimizer` back the class, the attributes, the groups and the state that it has now."""
+    own, state = attributes_as_they_are(optimizer), dict(optimizer.state)
+    groups = [dict(group) for group in optimizer.param_groups]
+
+    def restore() -> None:
+        own()
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(before)
+
+    return restore
 
 
 def adopt(optimizer: Optimizer) -> None:

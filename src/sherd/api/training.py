@@ -35,6 +35,10 @@ class Training:
         """Be found by `thing`, and live as long as it does."""
         vars(thing)[_ATTRIBUTE] = self
 
+    def disown(self, thing: nn.Module | Optimizer) -> None:
+        """Be found no more."""
+        vars(thing).pop(_ATTRIBUTE, None)
+
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a distributed model is a plain one."""
 

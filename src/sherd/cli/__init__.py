@@ -1,4 +1,9 @@
-"""The `sherd` command: parsing and printing. What it prints about is done in the layers below."""
+"""The `sherd` command.
+
+`run` and `doctor` parse. Behind `run`, in the order in which a run goes: `request`, `token`, `rendezvous` (machines
+find each other at an `endpoint`, take their `seat`, and write on a `board`), `launcher` (starts `ranks`, each through
+`tied`, and listens for `news` of other machines), `messages`.
+"""
 
 from __future__ import annotations
 

@@ -14,6 +14,9 @@ from typing import Annotated, Any
 import psutil
 import typer
 
+from sherd.errors import Unsupported
+from sherd.machine import check_loopback, files_needed, most_files
+
 Facts = dict[str, Any]
 
 GIB = 1 << 30
@@ -21,7 +24,7 @@ GIB = 1 << 30
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Print what this machine offers: torch, backends, memory, and which transport ranks would use."""
-    facts = {**_machine(), **_torch(), **_shared_memory(), **_transport()}
+    facts = {**_machine(), **_torch(), **_shared_memory(), **_network(), **_transport()}
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
@@ -36,6 +39,7 @@ def _machine() -> Facts:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": memory.total,
         "memory_available_bytes": memory.available,
+        "open_files": most_files(),
     }
 
 
@@ -64,6 +68,14 @@ def _shared_memory() -> Facts:
         "abstract_socket": _works(_bind_abstract_socket),
         "dev_shm_bytes": shutil.disk_usage(shm).total if shm.is_dir() else None,
     }
+
+
+def _network() -> Facts:
+    try:
+        check_loopback()
+    except Unsupported as error:
+        return {"loopback": False, "loopback_problem": str(error)}
+    return {"loopback": True, "loopback_problem": None}
 
 
 def _transport() -> Facts:
@@ -95,7 +107,7 @@ def _print_table(facts: Facts) -> None:
     table.add_column("what")
     table.add_column("found", overflow="fold")
     for name, value in facts.items():
-        if name != "host_unsupported":
+        if name not in ("host_unsupported", "loopback_problem"):
             label = name.removesuffix("_bytes").replace("_", " ").replace("dev shm", "/dev/shm")
             table.add_row(label, escape(_shown(name, value, facts)))
     Console().print(table)
@@ -107,6 +119,10 @@ def _shown(name: str, value: Any, facts: Facts) -> str:
         if reason is None:
             return "host between ranks of this machine (shared memory), cluster or c10d across machines"
         return f"c10d (torch.distributed); not host: {reason}"
+    if name == "loopback" and not value:
+        return str(facts["loopback_problem"])
+    if name == "open_files" and value < files_needed(facts["cores"]):
+        return f"{value} (too few for a rank on every core: write `ulimit -n 1024`)"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if name == "dev_shm_bytes":

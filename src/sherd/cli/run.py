@@ -1,35 +1,24 @@
-"""`sherd run`: ranks of a script, started by torch's own launcher, and one clear message when one of them fails."""
+"""`sherd run`: ranks of a script, and one clear message when one of them fails."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.machinery
-import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
-import psutil
 import typer
 
+from sherd.cli.messages import say
+from sherd.cli.request import Request
 from sherd.errors import ConfigError
+from sherd.machine import check_files, check_loopback
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-    from torch.distributed.launcher.api import LaunchConfig
-
-# The launcher names the first failure it sees. A dying rank takes its peers along within tenths of a second, so it has
-# to look more often than that to see the cause before the consequences.
-POLL_SECONDS = 0.02
-GRACE_SECONDS = 10
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-LOOPBACK = "127.0.0.1"
 
 
 def _number(least: int, most: int = 1 << 30) -> Callable[[str | int], int]:
@@ -61,16 +50,30 @@ def run(
     master_port: Annotated[
         int, typer.Option(parser=_number(1, 65535), metavar="PORT", help="A free port of machine 0.")
     ] = 29500,
+    token_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A secret that the machines of a run share; also SHERD_TOKEN_FILE or SHERD_TOKEN.",
+            show_default=False,
+        ),
+    ] = None,
+    wait: Annotated[
+        int, typer.Option(metavar="SECONDS", parser=_number(1), help="How long machines wait for each other.")
+    ] = 600,
 ) -> None:
     """Start ranks of a script. Options of sherd come before the script, its own after it."""
     _check_nodes(nnodes, node_rank, master_addr)
     _check_script(script, module)
     # Every rank with a thread per core would make them wait for each other; torch's own default here is 1.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    command = ["-u", *(["-m"] if module else []), script, *(arguments or [])]
-    with tempfile.TemporaryDirectory(prefix="sherd-run-") as errors, _no_rank_left(errors):
-        rendezvous = _one_node() if nnodes == 1 else _many_nodes(node_rank, f"{master_addr}:{master_port}")
-        raise typer.Exit(_launch(_launch_config(ranks, nnodes, errors, rendezvous), command))
+    command = [sys.executable, "-u", *(["-m"] if module else []), script, *(arguments or [])]
+    request = Request(command, ranks, nnodes, node_rank, master_addr or "", master_port, token_file, wait)
+    check_files(ranks)
+    if nnodes == 1:
+        check_loopback()
+    with _ended_by_signals():
+        raise typer.Exit(_launch(request))
 
 
 def _check_nodes(nnodes: int, node_rank: int, master_addr: str | None) -> None:
@@ -88,115 +91,57 @@ def _check_script(script: str, module: bool) -> None:
         raise ConfigError(f"there is no module {script!r} here or among the installed ones; write -m package.module")
 
 
-def _one_node() -> dict[str, Any]:
-    # Port 0: any free one, so that two runs on a machine do not meet. Loopback: no name has to resolve.
-    return {
-        "rdzv_backend": "c10d",
-        "rdzv_endpoint": f"{LOOPBACK}:0",
-        "local_addr": LOOPBACK,
-        "run_id": uuid.uuid4().hex,
-    }
-
-
-def _many_nodes(node_rank: int, endpoint: str) -> dict[str, Any]:
-    return {
-        "rdzv_backend": "static",
-        "rdzv_endpoint": endpoint,
-        "rdzv_configs": {"rank": node_rank},
-        "run_id": "sherd",
-    }
-
-
-def _launch_config(ranks: int, nnodes: int, errors: str, rendezvous: dict[str, Any]) -> LaunchConfig:
-    # Late: importing torch takes seconds, and bad input should be answered at once.
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
-
-    return LaunchConfig(
-        min_nodes=nnodes,
-        max_nodes=nnodes,
-        nproc_per_node=ranks,
-        max_restarts=0,
-        monitor_interval=POLL_SECONDS,
-        logs_specs=DefaultLogsSpecs(log_dir=errors),
-        shutdown_timeout=GRACE_SECONDS,
-        **rendezvous,
-    )
-
-
-def _launch(config: LaunchConfig, command: list[str]) -> int:
+def _launch(request: Request) -> int:
     """Run the ranks to their end; the exit status."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
+    # Late: importing torch takes seconds, and bad input should be answered at once. Quiet: its store has warnings for
+    # what is no concern of the user (a name that is not found), and for what we say ourselves.
+    with _environ("TORCH_CPP_LOG_LEVEL", "ERROR"):
+        from sherd.cli.launcher import run_ranks
+        from sherd.cli.news import Newsroom
+        from sherd.cli.ranks import Ranks, Stopped, signals_raise
+        from sherd.cli.rendezvous import meet, meet_alone
+        from sherd.cli.token import set_token
 
-    if "LOGLEVEL" not in os.environ:
-        logging.disable()  # the launcher's own lines, in this process alone; LOGLEVEL is torch's way to ask for them
+    seal = set_token(request.token_file, request.machines)
     try:
-        elastic_launch(config, sys.executable)(*command)
-    except ChildFailedError as error:
-        return _report(error.failures)
-    except SignalException as stop:
-        _say(f"stopped by {stop.sigval.name}; all ranks have ended")
-        return 128 + stop.sigval
-    except Exception as error:
-        _say(f"the ranks could not be started: {type(error).__name__}: {error}")
-        return 1
-    return 0
-
-
-def _report(failures: dict[int, ProcessFailure]) -> int:
-    """Say which rank failed first, and what became of the others; the exit status."""
-    (first, cause), *others = failures.items()  # in the order in which the launcher saw them
-    traceback = _recorded_traceback(cause)
-    where = "" if traceback or cause.exitcode < 0 else "; what it wrote is above"
-    _say(f"rank {first} failed first (pid {cause.pid}): {_ending(cause)}{where}")
-    if traceback:
-        print(traceback, file=sys.stderr)
-    endings: dict[str, list[int]] = {}
-    for rank, failure in others:
-        endings.setdefault(_ending(failure), []).append(rank)
-    for ending, ranks in endings.items():
-        _say(f"after it, rank {', '.join(map(str, sorted(ranks)))}: {ending}")
-    return cause.exitcode if cause.exitcode > 0 else 128 - cause.exitcode
-
-
-def _ending(failure: ProcessFailure) -> str:
-    if failure.exitcode >= 0:
-        return f"exit code {failure.exitcode}"
-    if failure.exitcode == -signal.SIGKILL:
-        return "killed by SIGKILL, as the kernel does when memory runs out"
-    return f"ended by {failure.signal_name()}"
-
-
-def _recorded_traceback(failure: ProcessFailure) -> str:
-    """The traceback that the rank left in its error file, where it wrote one."""
-    message: Any = failure.message
-    return str(message.get("extraInfo", {}).get("py_callstack", "")).rstrip() if isinstance(message, dict) else ""
+        with signals_raise(STOPPING):
+            met = meet(request, seal) if request.machines > 1 else meet_alone(request.ranks, seal)
+            with met as meeting:
+                check_files(meeting.world_size)
+                return run_ranks(Ranks(request.command, meeting), Newsroom(meeting))
+    except Stopped as stop:
+        say(f"stopped by {stop.signal.name}; all ranks have ended")
+        return 128 + stop.signal
 
 
 @contextlib.contextmanager
-def _no_rank_left(errors: str) -> Iterator[None]:
-    """End whatever is still alive below this process: a signal can reach the launcher before it knows its ranks."""
+def _environ(name: str, value: str) -> Iterator[None]:
+    """Set a variable for a while, unless the user has set it."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Inside, a signal ends this process at once, and with it its ranks, which are tied to it.
+
+    The launcher puts its own handlers in their place while it has ranks. Afterwards the exit status stands.
+    """
 
     def stop(number: int, frame: object) -> NoReturn:
         # Not an exception: while torch is imported there are places that swallow one, and the run would go on.
-        shutil.rmtree(errors, ignore_errors=True)
         os._exit(128 + number)
 
-    for number in STOPPING:  # the launcher puts its own handlers in their place before it starts ranks
+    for number in STOPPING:
         signal.signal(number, stop)
     try:
         yield
     finally:
         for number in STOPPING:
             signal.signal(number, signal.SIG_IGN)
-        left = psutil.Process().children(recursive=True)
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(left, timeout=GRACE_SECONDS)
-
-
-def _say(text: str) -> None:
-    print(f"sherd run: {text}", file=sys.stderr, flush=True)

@@ -11,7 +11,6 @@ call (see `calls`), shapes the results and counts; checked calls are remembered,
 
 from __future__ import annotations
 
-import pickle
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -21,10 +20,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sherd.comm import leaving
+from sherd.comm.arguments import check_kinds, check_tensor, refuse_expanded
 from sherd.comm.calls import Call, Site, call_site, describe
 from sherd.comm.codec import Codec
 from sherd.comm.counters import Counters
 from sherd.comm.handle import CopyBack, Handle
+from sherd.comm.objects import ObjectCall
+from sherd.comm.seal import Seal
 from sherd.comm.summation import SummationTree, check_reduction
 from sherd.config import CommOptions
 from sherd.errors import ConfigError, Unsupported
@@ -61,6 +64,8 @@ class Communicator(ABC):
     transport: str
     #: Whether `shared_tensor` and `shared_buffers` work.
     shares_memory: bool = False
+    #: Whether what arrives can only come from this user's own processes, so that a pickle needs no `seal`.
+    trusts_memory: bool = False
     #: Whether there is nobody to talk to and no value to talk about: tensors may be on the meta device.
     dry: bool = False
 
@@ -71,11 +76,15 @@ class Communicator(ABC):
         self.tree = SummationTree(world, min(options.group or world, world))
         self.counters = Counters()
         self.closed = False
+        #: What the ranks know each other's pickles by, where others could send some too; None: they send none.
+        self.seal: Seal | None = None
         #: For those who let several threads use it: to be held for each call and each wait. See `use_here`.
         self.turn = threading.RLock()
         self._forms: dict[tuple[object, ...], Form] = {}
         self._agreed: dict[str, Call] = {}
         self._site: Site = (0, 0)  # where the call that is being made was made
+        self._objects = 0  # calls that sent objects
+        leaving.note(self)
 
     # ---------------------------------------------------------------- operations
 
@@ -171,6 +180,15 @@ class Communicator(ABC):
         self._site = call_site()
         return self._barrier(_BARRIER)
 
+    def check(self, operation: str, input: Tensor, output: Tensor | None = None, detail: str | int = "") -> None:
+        """Refuse a call that cannot be right; nothing is sent. For those who make several calls as one.
+
+        `detail` is the reduction, the root or the other rank.
+        """
+        form = self._form(operation, input, output, None, None, detail)
+        if output is not None and not output.is_contiguous():
+            refuse_expanded(form.call.text, output)
+
     def publish(self, part: Tensor, whole: Tensor) -> Handle:
         """Every rank has updated its own slice of `whole`, which is `part`: make all of them visible on every rank.
 
@@ -194,27 +212,36 @@ class Communicator(ABC):
 
     # ---------------------------------------------------------------- small Python objects
 
+    # Plain data (see `plain`) and, among ranks that share memory or a token, whatever pickles. What cannot be sent is a
+    # `ConfigError` on every rank, and the communicator can still be used.
+
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Every rank's small picklable object, in rank order. Only for ranks that trust each other."""
-        data = _pickled(obj)
+        """Every rank's small object, in rank order."""
+        call = self._object_call("all_gather_object")
+        data = call.packed(obj, self.rank)
         sizes = self.all_gather(torch.tensor([data.numel()])).wait().tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: data.numel()] = data
         rows = self.all_gather(padded).wait().view(self.world, -1)
-        return [_unpickled(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+        return call.unpacked([row[:size] for row, size in zip(rows, sizes, strict=True)], range(self.world))
 
     def compare_object(self, obj: Any) -> tuple[list[Any], int]:
-        """Every rank's small picklable object, and the first rank whose differs from rank 0's; 0 if none does."""
+        """Every rank's small object, and the first rank whose differs from rank 0's; 0 if none does."""
         with self.counters.agreeing():
             everybody = self.all_gather_object(obj)
         return everybody, next((rank for rank, theirs in enumerate(everybody) if theirs != everybody[0]), 0)
 
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
-        """Rank `root`'s small picklable object, on every rank."""
-        data = _pickled(obj) if self.rank == root else torch.empty(0, dtype=torch.uint8)
+        """Rank `root`'s small object, on every rank."""
+        call = self._object_call("broadcast_object")
+        data = call.packed(obj, root) if self.rank == root else torch.empty(0, dtype=torch.uint8)
         size = int(self.broadcast(torch.tensor([data.numel()]), root).wait())
         payload = data if self.rank == root else torch.empty(size, dtype=torch.uint8)
-        return _unpickled(self.broadcast(payload, root).wait())
+        return call.unpacked([self.broadcast(payload, root).wait()], [root])[0]
+
+    def _object_call(self, operation: str) -> ObjectCall:
+        self._objects += 1
+        return ObjectCall(operation, self._objects, self.world, self.trusts_memory, self.seal)
 
     # ---------------------------------------------------------------- memory shared by the ranks of a host
 
@@ -316,9 +343,13 @@ class Communicator(ABC):
     ) -> Form:
         """The checked form of a call, remembered: a call that was right once is right again."""
         self._site = call_site(3)
-        there = None if output is None else (output.shape, output.dtype)
-        key = (operation, input.shape, input.dtype, there, dtype, codec, detail)
-        form = self._forms.get(key)
+        try:
+            there = None if output is None else (output.shape, output.dtype, output.device, output.layout)
+            key = (operation, input.shape, input.dtype, input.device, input.layout, there, dtype, codec, detail)
+            form = self._forms.get(key)
+        except (AttributeError, TypeError):
+            check_kinds(self.rank, operation, input, output)
+            raise
         if form is None:
             form = self._new_form(operation, input, output, dtype, codec, detail)
             if len(self._forms) > 4096:
@@ -335,20 +366,22 @@ class Communicator(ABC):
         codec: Codec | None,
         detail: str | int | tuple[int, int],
     ) -> Form:
+        for tensor in (input,) if output is None else (input, output):
+            check_tensor(self.rank, operation, tensor, dry=self.dry)
         shape, out_dtype = self._out_shape(operation, input), _out_dtype(input, output, dtype)
         words = [f"codec {codec.name}" if codec else ""]
         compared = ""
         if operation in ("reduce_scatter", "all_reduce"):
-            check_reduction(str(detail))
+            check_reduction(self.rank, operation, str(detail), input.dtype, out_dtype)
             words.insert(0, str(detail))
         elif operation == "all_gather":
             words.insert(0, str(detail))
         elif operation == "broadcast":
-            self._check_rank(detail, operation, "root")
+            self.check_rank(detail, operation, "root")
             words.insert(0, f"root {detail}")
         elif operation in ("send", "recv"):
             peer, tag = detail if isinstance(detail, tuple) else (detail, 0)
-            self._check_rank(peer, operation, "to" if operation == "send" else "source", peer=True)
+            self.check_rank(peer, operation, "to" if operation == "send" else "source", peer=True)
             words.append(f"tag {tag}" if tag else "")
             compared = describe("message", input.dtype, input.shape, words[-1])
         if not torch.can_cast(input.dtype, out_dtype) or (operation == "all_to_all" and out_dtype != input.dtype):
@@ -389,7 +422,8 @@ class Communicator(ABC):
         handle.result = result
         return handle
 
-    def _check_rank(self, rank: object, operation: str, name: str, peer: bool = False) -> None:
+    def check_rank(self, rank: object, operation: str, name: str, peer: bool = False) -> None:
+        """Refuse what is no rank of this communicator."""
         if not isinstance(rank, int) or not 0 <= rank < self.world:
             raise ConfigError(
                 f"rank {self.rank}: {operation} got {name}={rank}; write a rank from 0 to {self.world - 1}"
@@ -399,7 +433,7 @@ class Communicator(ABC):
 
     def _check_group(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            self._check_rank(rank, "subgroup", "ranks with")
+            self.check_rank(rank, "subgroup", "ranks with")
         if list(ranks) != sorted(set(ranks)):
             raise ConfigError(f"rank {self.rank}: subgroup needs ascending ranks without repeats, got {list(ranks)}")
 
@@ -426,6 +460,7 @@ def _output(input: Tensor, output: Tensor | None, form: Form) -> tuple[Tensor, T
     target = output.detach() if output.requires_grad else output
     if target.is_contiguous():
         return output, target if target.stride() == (1,) else _line(target.view(-1))
+    refuse_expanded(form.call.text, target)
     return output, torch.empty(target.numel(), dtype=form.dtype, device=input.device)
 
 
@@ -435,11 +470,3 @@ def _out_dtype(input: Tensor, output: Tensor | None, dtype: torch.dtype | None) 
     if dtype is not None and dtype != output.dtype:
         raise ConfigError(f"output has dtype {output.dtype} but dtype={dtype} was asked for; give one of the two")
     return output.dtype
-
-
-def _pickled(obj: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-
-
-def _unpickled(data: Tensor) -> Any:
-    return pickle.loads(bytes(data.tolist()))

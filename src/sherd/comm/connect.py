@@ -5,28 +5,47 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistError, PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from sherd import observe
+from sherd.comm import network
 from sherd.comm.base import Communicator
 from sherd.comm.c10d.communicator import C10dCommunicator, backend_limit
-from sherd.comm.c10d.wire import Wire, backend_of, over_gloo, over_group
+from sherd.comm.c10d.wire import Wire, keep_in_forks, over_gloo, over_group, uses_gloo
 from sherd.comm.cluster.communicator import ClusterCommunicator
-from sherd.comm.exchange import StoreExchange
+from sherd.comm.handshake import Handshake
 from sherd.comm.host.communicator import HostCommunicator
 from sherd.comm.host.rendezvous import Meeting, meet
+from sherd.comm.meeting_place import from_environment
+from sherd.comm.seal import Seal
+from sherd.comm.sealed_store import SealedStore
 from sherd.comm.solo import SoloCommunicator
 from sherd.config import CommOptions
-from sherd.errors import CommError, Unsupported
+from sherd.errors import Unsupported
 
 log = logging.getLogger("sherd")
 _connections = itertools.count()
-NewWire = Callable[[], Wire]
+# For groups that were made here: the store that their ranks met in, and what torch.distributed took for it.
+_places: weakref.WeakKeyDictionary[Any, tuple[Store, Store]] = weakref.WeakKeyDictionary()
+NewWire = Callable[[Handshake, timedelta, Seal | None], Wire]
+"""new_wire(handshake, timeout, secret): what carries the bytes of the c10d transport."""
+
+
+class Plan(NamedTuple):
+    """What is known when a transport is chosen."""
+
+    handshake: Handshake
+    meeting: Meeting
+    options: CommOptions
+    new_wire: NewWire
 
 
 def connect(options: CommOptions | None = None) -> Communicator:
@@ -36,53 +55,100 @@ def connect(options: CommOptions | None = None) -> Communicator:
     world of one. Options that are not given come from SHERD_* variables.
     """
     options = options or CommOptions.from_env()
-    if not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return SoloCommunicator(options)
-        _initialise(options.timeout)
-    store = PrefixStore(f"sherd/{next(_connections)}", dist.distributed_c10d._get_default_store())
-
-    def new_group(limit: timedelta) -> Wire:
-        return over_group(dist.new_group(timeout=limit, backend=backend_of()), store)
-
-    return join(store, dist.get_rank(), range(dist.get_world_size()), options, new_group)
-
-
-def join(
-    store: Store,
-    rank: int,
-    world_ranks: Sequence[int],
-    options: CommOptions,
-    new_group: Callable[[timedelta], Wire] | None = None,
-) -> Communicator:
-    """A communicator among the ranks that call it, which meet in `store`: `rank` is the number of this one among them,
-    `world_ranks` are their names. `new_group` makes the process group of the c10d transport (default: gloo, unknown to
-    torch.distributed)."""
-    world = len(world_ranks)
+    if dist.is_initialized():
+        store, rank, world = _default_store(), dist.get_rank(), dist.get_world_size()
+    elif int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return SoloCommunicator(options)
+    else:
+        store, rank, world = from_environment(options.timeout)
     if world == 1:
         return SoloCommunicator(options)
+    place = PrefixStore(f"sherd/{next(_connections)}", store)
+    with Handshake(place, rank, range(world), options) as handshake:
+        _settle_network(handshake)
+        if not dist.is_initialized():
+            handshake.during("torch.distributed", partial(_initialise, store, handshake, options.timeout))
+        return _join(handshake, options, partial(_gloo, place) if uses_gloo() else partial(_default_backend, place))
+
+
+def join(store: Store, rank: int, world_ranks: Sequence[int], options: CommOptions) -> Communicator:
+    """A communicator among the ranks that call it, which meet in `store`: `rank` is the number of this one among them,
+    `world_ranks` are their names. torch.distributed does not know of it."""
+    if len(world_ranks) == 1:
+        return SoloCommunicator(options)
+    with Handshake(store, rank, world_ranks, options) as handshake:
+        return _join(handshake, options, partial(_gloo, store))
+
+
+def _gloo(store: Store, handshake: Handshake, limit: timedelta, seal: Seal | None) -> Wire:
+    """A group of our own, which torch.distributed does not know."""
+    world_ranks = [hello.rank for hello in handshake.hellos]
+    return over_gloo(store, handshake.rank, world_ranks, limit, seal, handshake.interface())
+
+
+def _default_backend(store: Store, handshake: Handshake, limit: timedelta, seal: Seal | None) -> Wire:
+    """What torch.distributed was initialised with, as on accelerators."""
+    return over_group(dist.new_group(timeout=limit), store, seal)
+
+
+def _initialise(store: Store, handshake: Handshake, timeout: float) -> None:
+    """Start torch.distributed."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    # gloo believes what it finds in a store. Torch keeps its own half of one that is made in Python only.
+    place = SealedStore(store, handshake.seal) if handshake.token and backend == "gloo" else store
+    rank, world, limit = handshake.rank, handshake.world, timedelta(seconds=timeout)
+    dist.init_process_group(backend, store=place, rank=rank, world_size=world, timeout=limit)
+    _places[dist.group.WORLD] = store, place
+    keep_in_forks(dist.group.WORLD)
+
+
+def _settle_network(handshake: Handshake) -> None:
+    """For all ranks of a job: what its other groups use too, and who may listen."""
+    interface = handshake.interface()
+    if interface:
+        os.environ[network.IFNAME] = interface.name
+    if handshake.token is None and not handshake.together and handshake.rank == 0:
+        where = f"interface {os.environ.get(network.IFNAME, 'of the network')}"
+        log.warning(
+            "There is no SHERD_TOKEN, so whoever reaches %s of these machines can break or join this run; set the same "
+            "random characters on every machine (see docs/security.md)",
+            where,
+        )
+
+
+def _default_store() -> Store:
+    ours = _places.get(dist.group.WORLD)
+    return ours[0] if ours else dist.distributed_c10d._get_default_store()
+
+
+def _join(handshake: Handshake, options: CommOptions, new_wire: NewWire) -> Communicator:
+    """Ranks that have said hello find out who shares a host, and choose."""
+    me = handshake.hellos[handshake.rank]
     if os.environ.get("SHERD_EVENTS") and type(observe.stream()) is observe.NullStream:
-        observe.use(observe.from_env(world_ranks[rank]))
-    meeting = meet(rank, world_ranks[rank], StoreExchange(store, rank, world, options.timeout), options)
+        observe.use(observe.from_env(me.rank))
+    meeting = meet(handshake.rank, me.rank, handshake.exchange, options, check=handshake.check)
     if options.group is None:
-        options = options.replace(group=_ranks_per_host(meeting) or world)
-
-    def new_wire() -> Wire:
-        limit = backend_limit(options)
-        return new_group(limit) if new_group else over_gloo(store, rank, world_ranks, limit)
-
-    communicator = _choose(meeting, options, new_wire)
+        options = options.replace(group=_ranks_per_host(meeting) or handshake.world)
+    communicator = _choose(Plan(handshake, meeting, options, new_wire))
+    try:
+        handshake.exchange("connected", True)  # nobody goes on with one who has failed on the way
+    except BaseException as error:
+        communicator.close(error)
+        raise
     hosts = [[meeting.cards[r].name for r in host] for host in meeting.hosts]
-    observe.emit("comm.connect", transport=communicator.transport, world=world, hosts=hosts)
+    if isinstance(communicator, HostCommunicator):  # which watches the others by itself
+        handshake.let_go()
+    observe.emit("comm.connect", transport=communicator.transport, world=handshake.world, hosts=hosts)
     return communicator
 
 
-def _choose(meeting: Meeting, options: CommOptions, new_wire: NewWire) -> Communicator:
+def _choose(plan: Plan) -> Communicator:
+    meeting, options = plan.meeting, plan.options
     wanted = _best(meeting, options) if options.transport == "auto" else options.transport
     problem = {"host": _why_not_host(meeting), "cluster": _why_not_cluster(meeting, options)}.get(wanted)
     if problem:
         raise Unsupported(f'transport="{wanted}" cannot be used: {problem}. Write transport="auto" or "c10d".')
-    return {"host": _host, "cluster": _cluster, "c10d": _flat}[wanted](meeting, options, new_wire)
+    return {"host": _host, "cluster": _cluster, "c10d": _flat}[wanted](plan)
 
 
 def _best(meeting: Meeting, options: CommOptions) -> str:
@@ -98,42 +164,39 @@ def _best(meeting: Meeting, options: CommOptions) -> str:
     return "c10d" if problem else "cluster"
 
 
-def _host(meeting: Meeting, options: CommOptions, _: NewWire) -> Communicator:
-    return HostCommunicator(meeting.link, options)
+def _host(plan: Plan) -> Communicator:
+    return HostCommunicator(plan.meeting.link, plan.options, check=plan.handshake.check)
 
 
-def _flat(meeting: Meeting, options: CommOptions, new_wire: NewWire) -> Communicator:
-    flat = _over_network(meeting, options, new_wire())
-    meeting.link.close()
+def _flat(plan: Plan) -> Communicator:
+    flat = _over_network(plan)
+    plan.meeting.link.close()
     return flat
 
 
-def _cluster(meeting: Meeting, options: CommOptions, new_wire: NewWire) -> Communicator:
+def _cluster(plan: Plan) -> Communicator:
     """Shared memory among the ranks of this host, a group of its own for each column, and the flat way for the rest."""
-    return ClusterCommunicator.over(_over_network(meeting, options, new_wire()), meeting.link, options)
+    flat = _over_network(plan)
+    during = partial(plan.handshake.during, "columns")
+    return ClusterCommunicator.over(flat, plan.meeting.link, plan.options, during, plan.handshake.check)
 
 
-def _over_network(meeting: Meeting, options: CommOptions, wire: Wire) -> C10dCommunicator:
-    peers = meeting.link.watch(options.timeout, meeting.link.members)
-    return C10dCommunicator(wire, options, [card.name for card in meeting.cards], peers, _ranks_per_host(meeting))
+def _over_network(plan: Plan) -> C10dCommunicator:
+    handshake, meeting, options, new_wire = plan
+    secret = _secret(plan)
+    wire = handshake.during("gloo", lambda: new_wire(handshake, backend_limit(options), secret))
+    names = [card.name for card in meeting.cards]
+    return C10dCommunicator(wire, options, names, handshake.presence.peers, _ranks_per_host(meeting), handshake.guard)
 
 
-def _initialise(timeout: float) -> None:
-    """Start torch.distributed from torchrun's variables; a rank that does not come is named."""
-    limit = timedelta(seconds=timeout)
-    try:
-        store, rank, world = next(iter(dist.rendezvous("env://", timeout=limit)))
-        store.set_timeout(limit)
-        StoreExchange(PrefixStore("sherd/hello", store), rank, world, timeout)("hello", os.getpid())
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
-    except (DistError, ValueError) as error:
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise CommError(
-            f"rank {os.environ.get('RANK')} could not join the others at MASTER_ADDR:MASTER_PORT = {address} within "
-            f"{timeout:g} s: {error}. They may have given up before; look at their output first. "
-            "`sherd run` and torchrun set these variables."
-        ) from error
+def _secret(plan: Plan) -> Seal | None:
+    """A key that nobody but these ranks has: by their token, or handed out inside their one host."""
+    handshake, meeting, options, _ = plan
+    if handshake.token is not None:
+        return handshake.seal
+    if len(meeting.hosts) > 1 or _refusal(meeting):
+        return None
+    return Seal(meeting.link.secret(options.timeout, handshake.check))
 
 
 def _ranks_per_host(meeting: Meeting) -> int | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from sherd import observe
 from sherd.errors import CommError, Diverged, PeerLost, TimedOut
@@ -32,6 +33,13 @@ def diverged(number: int, sides: Sequence[str], ranks: Sequence[int]) -> Diverge
     return Diverged(_begun(alone, f"Here {words}") if alone else words, tuple(ranks))
 
 
+def in_a_circle(sides: Sequence[str], ranks: Sequence[int]) -> Diverged:
+    """`sides` say who waits for whom, in which call, and where."""
+    words = f"ranks wait for each other in vain: {_plain('; '.join(sides))}. All ranks must make the same calls in the "
+    words += "same order; a recv needs a send on the other rank, and a send needs a recv, before both wait elsewhere."
+    return Diverged(_begun([note for side in sides for note in _NOTE.findall(side)], words), tuple(ranks))
+
+
 def lost(ends: Sequence[str], mine: str, ranks: Sequence[int]) -> PeerLost:
     """`ends` say how each lost rank ended, `mine` what this rank was doing."""
     words = _plain(f"{'; '.join(ends)}. {mine}")
@@ -46,6 +54,38 @@ def timed_out(late: Sequence[str], seconds: float, deeds: Sequence[str], ranks: 
     who = ", ".join(late) or "a peer"
     words = _plain(f"{who} did not come within {seconds:.1f} s. {'; '.join(deeds)}")
     return TimedOut(_begun(_under_way(deeds), words), tuple(ranks))
+
+
+def lost_early(ends: Mapping[int, str], ranks: Sequence[int] | None = None) -> PeerLost:
+    """`ends` say who ended before there was a communicator, and how."""
+    return PeerLost(
+        f"{'; '.join(ends.values())} before the ranks were connected", tuple(ends if ranks is None else ranks)
+    )
+
+
+def did_not_connect(me: str, stage: str, missing: Mapping[int, int], seconds: float) -> TimedOut:
+    """Ranks `missing`, with their names in the world, or none of them, and still they are not connected."""
+    if missing:
+        return TimedOut(
+            f"{me}: ranks {list(missing.values())} did not come to the handshake ({stage!r}) within {seconds:.1f} s. "
+            "All ranks must connect; look at those ranks' own output first.",
+            tuple(missing),
+        )
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    way = f"interface {interface}" if interface else "the interface to which a machine's own name leads"
+    return TimedOut(
+        f"{me}: all ranks have come, but they did not reach each other over {way} within {seconds:.1f} s; set "
+        "GLOO_SOCKET_IFNAME on each machine to the one by which the others reach it"
+    )
+
+
+def wrong_token(me: str, others: Mapping[int, str]) -> CommError:
+    """What stands in the store for `others` was not sealed by this rank's token."""
+    return CommError(
+        f"{me} cannot believe what stands in the store for {', '.join(others.values())}: it is not sealed with the "
+        "token that this rank has; give all machines the same SHERD_TOKEN",
+        tuple(others),
+    )
 
 
 def warn_late(me: str, late: dict[int, str], seconds: float, call: str, timeout: float) -> None:

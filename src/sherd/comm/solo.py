@@ -21,6 +21,7 @@ class SoloCommunicator(Communicator):
 
     transport = "solo"
     shares_memory = True
+    trusts_memory = True
 
     def __init__(self, options: CommOptions | None = None) -> None:
         super().__init__(0, 1, options or CommOptions())

@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
 from sherd.comm.codec import Codec
-from sherd.errors import ConfigError, nearest
+from sherd.errors import ConfigError, Unsupported, nearest
 
 # Partial sums of more than two contributions are kept in blocks that stay in a core's own cache: 32 Ki fp32 elements
 # are 128 KiB. Whole-tensor passes re-read the running sum from memory once per rank.
@@ -29,6 +29,7 @@ SUM_BLOCK = 32 * 1024
 _ONE_PHASE_BYTES = 32 * 1024
 _CUT_MULTIPLE = 64
 
+BITWISE = ("and", "or", "xor")
 REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "mean": torch.add,
@@ -79,9 +80,38 @@ def sum_dtype(wire: torch.dtype) -> torch.dtype:
     return torch.float32 if wire in (torch.bfloat16, torch.float16) else wire
 
 
-def check_reduction(name: str) -> None:
+def check_reduction(rank: int, operation: str, name: str, dtype: torch.dtype, out: torch.dtype) -> None:
+    """Refuse a reduction that torch has no arithmetic for, while nothing of it was sent."""
     if name not in REDUCTIONS:
-        raise ConfigError(f"unknown reduction {name!r}; {nearest(name, REDUCTIONS)}")
+        raise ConfigError(f"rank {rank}: unknown reduction {name!r}; {nearest(name, REDUCTIONS)}")
+    if _can_combine(name, dtype, out):
+        return
+    numbers = dtype.is_floating_point or dtype.is_complex
+    if name in BITWISE and numbers:
+        raise ConfigError(f"rank {rank}: {operation} by {name!r} needs whole numbers or bools, got {dtype}")
+    if dtype.is_complex and name in ("max", "min"):
+        raise ConfigError(
+            f"rank {rank}: {operation} by {name!r} got {dtype}, and complex numbers have no order; reduce "
+            f"torch.view_as_real(x), or x.abs()"
+        )
+    other = "complex64" if dtype.is_complex else "float32" if numbers or name == "mean" else "int64"
+    raise Unsupported(
+        f"rank {rank}: {operation} by {name!r} of {dtype} is not possible, as torch cannot compute with it; write "
+        f"x.to(torch.{other}), and convert the result back"
+    )
+
+
+@cache
+def _can_combine(name: str, dtype: torch.dtype, out: torch.dtype) -> bool:
+    """Found by doing it: which kernels there are differs between versions of torch."""
+    zeros = [torch.zeros(2 * dtype.itemsize, dtype=torch.uint8).view(dtype) for _ in range(3)]
+    room = torch.zeros(2 * out.itemsize, dtype=torch.uint8).view(out)
+    try:
+        combine(SummationTree(2, 2), zeros[:2], room, name)
+        combine(SummationTree(3, 2), zeros, room, name)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def combine(

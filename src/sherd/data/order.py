@@ -18,7 +18,7 @@ from torch.utils.data import Sampler
 
 from sherd.comm import Communicator, labelled
 from sherd.data.way import length
-from sherd.errors import Diverged
+from sherd.errors import CommError, Diverged
 
 SAMPLES, BATCHES = 1 << 16, 1 << 12
 """How many samples, or batches of a batch sampler, are agreed on at a time: drawn in milliseconds, kept in half a
@@ -110,10 +110,10 @@ class FromLeader:
         honest = type(self._sampler).__module__ == Sampler.__module__
         return min(left, self._most), honest and 0 <= says <= self._agreed + self._most
 
-    def _from_leader(self, items: list[Any], count: int, kind: type | None) -> Sequence[Any]:
+    def _from_leader(self, items: list[Any], count: int, kind: str) -> Sequence[Any]:
         if not count:
             return []
-        if kind is None:
+        if not kind:
             return list(self._comm.broadcast_object(items))
         leads = self._comm.rank == 0
         values = torch.tensor([int(item) for item in items]) if leads else torch.empty(count, dtype=torch.long)
@@ -122,9 +122,12 @@ class FromLeader:
 
 
 class Compact:
-    """Whole numbers of one kind, in 8 bytes each: a list would take several times as much on every rank."""
+    """Whole numbers of one kind, in 8 bytes each: a list would take several times as much on every rank.
 
-    def __init__(self, values: Tensor, kind: type) -> None:
+    The kind goes by its name, since a type is not plain data: "int", "Tensor", or numpy's letter for one of its own.
+    """
+
+    def __init__(self, values: Tensor, kind: str) -> None:
         self._values = values
         self._kind = kind
 
@@ -132,19 +135,28 @@ class Compact:
         return len(self._values)
 
     def __getitem__(self, part: slice) -> list[Any]:
-        if self._kind is Tensor:
+        if self._kind == "Tensor":
             return list(self._values[part])
         values: list[Any] = self._values[part].tolist()
-        return values if self._kind is int else [self._kind(value) for value in values]
+        return values if self._kind == "int" else list(map(_numpy_kind(self._kind), values))
 
     @staticmethod
-    def kind(items: Sequence[Any]) -> type | None:
-        """The kind of all items, if a `Compact` can keep them."""
+    def kind(items: Sequence[Any]) -> str:
+        """Of all items, if a `Compact` can keep them, or ""."""
         kinds = set(map(type, items))
         kind = kinds.pop() if kinds else int
         if kinds:
-            return None
+            return ""
         if kind is Tensor:
-            return kind if all(item.dim() == 0 and item.dtype == torch.int64 for item in items) else None
-        numpy = kind.__module__ == "numpy" and issubclass(kind, numbers.Integral)
-        return kind if kind is int or numpy else None
+            return "Tensor" if all(item.dim() == 0 and item.dtype == torch.int64 for item in items) else ""
+        if kind.__module__ == "numpy" and issubclass(kind, numbers.Integral):
+            return str(items[0].dtype.char)
+        return "int" if kind is int else ""
+
+
+def _numpy_kind(kind: str) -> Any:
+    import numpy
+
+    if kind not in tuple(numpy.typecodes["AllInteger"]):
+        raise CommError(f"rank 0 sent the order of an epoch as numbers of an unknown kind, {kind!r}", (0,))
+    return numpy.dtype(kind).type

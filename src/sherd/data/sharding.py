@@ -1,10 +1,16 @@
-"""Which way a loader is sharded, and what is refused."""
+"""Which way a loader is sharded, and what is refused.
+
+First every rank makes a plan, which changes nothing; then ranks compare their plans; then the loaders are changed.
+"""
 
 from __future__ import annotations
 
 import sys
 import weakref
 import zlib
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, IterDataPipe, Subset
@@ -13,6 +19,7 @@ from sherd.comm import Communicator
 from sherd.config import LoaderOptions
 from sherd.data.iterable import Agreeing, Splitting
 from sherd.data.loader import adopt
+from sherd.data.restore import as_it_is
 from sherd.data.samplers import Batches, Dealing, Samples
 from sherd.data.way import Way, length
 from sherd.errors import ConfigError, Diverged
@@ -20,23 +27,74 @@ from sherd.errors import ConfigError, Diverged
 _known: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
 
 
-def shard(
-    loader: DataLoader[Any], comm: Communicator, options: LoaderOptions, accumulate: int, announce: bool = True
-) -> None:
-    """Shard `loader` over the ranks, in place; a world of one leaves it as it is, but for `global_batch`. Collective.
+@dataclass(frozen=True)
+class Sharding:
+    """How a loader is to be sharded. A world of one leaves it as it is, but for the batch size."""
 
-    `announce`: rank 0 prints how many samples a step takes.
-    """
+    loader: DataLoader[Any]
+    batch: int | None
+    """samples per rank and iteration; None where sherd has no say in it"""
+    way: Way | None
+    common: dict[str, Any]
+    """what must be the same on all ranks"""
+    sampler: tuple[str, int, int] | None
+    """of a sampler that is distributed by itself: its name, its number of replicas and its rank"""
+
+    def apply(self, undo: ExitStack) -> None:
+        """Do it, in place. `undo` gets what makes the loader what it was."""
+        undo.callback(as_it_is(self.loader))
+        undo.callback(_known.discard, self.loader)
+        batches: Any = self.loader.batch_sampler
+        if self.batch is not None and self.batch != batches.batch_size:
+            _set_batch_size(self.loader, self.batch)
+        if self.way is not None:
+            adopt(self.loader, self.way)
+        _known.add(self.loader)
+
+
+def plan(loader: DataLoader[Any], comm: Communicator, options: LoaderOptions, accumulate: int) -> Sharding:
+    """How `loader` is to be sharded over these ranks; refuses what cannot be. Changes nothing, and is local."""
     _check(loader)
     batch = _batch_size(loader, comm.world, options.global_batch, accumulate)
-    way = _way(loader, comm, options, batch) if comm.world > 1 else None
-    if options.global_batch is not None and batch is not None:
-        _set_batch_size(loader, batch)
-    if way is not None:
-        adopt(loader, way)
-    _known.add(loader)
-    if announce and batch is not None and comm.rank == 0:
-        print(f"sherd: {equation(batch, comm.world, accumulate)}", file=sys.stderr)
+    if comm.world == 1:
+        return Sharding(loader, batch, None, {}, None)
+    if isinstance(loader.dataset, IterableDataset):
+        return _iterable(loader, comm, options.iterable, batch)
+    batches: Any = loader.batch_sampler
+    samplers: list[Any] = [loader.sampler, batches, getattr(batches, "sampler", None)]
+    for sampler in samplers:
+        if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
+            way = Agreeing(comm, [thing for thing in (sampler, batches) if thing is not None])
+            own = (type(sampler).__name__, sampler.num_replicas, sampler.rank)
+            return Sharding(loader, batch, way, {"way": "by its own sampler"}, own)
+    return _dealt(loader, comm, batch)
+
+
+def compare(comm: Communicator, shardings: Sequence[Sharding]) -> None:
+    """Refuse loaders that differ between ranks. Collective, unless there are none."""
+    if not shardings:
+        return
+    everybody, _ = comm.compare_object([(each.common, each.sampler) for each in shardings])
+    for loaders in zip(*everybody, strict=True):
+        _compare_common([common for common, _ in loaders])
+        samplers = [sampler for _, sampler in loaders if sampler is not None]
+        if samplers:
+            _compare_samplers(samplers)
+
+
+def shard(loader: DataLoader[Any], comm: Communicator, options: LoaderOptions, accumulate: int) -> None:
+    """Shard one loader over the ranks, in place. Collective."""
+    sharding = plan(loader, comm, options, accumulate)
+    compare(comm, [sharding])
+    with ExitStack() as undo:
+        sharding.apply(undo)
+        undo.pop_all()
+
+
+def announce(sharding: Sharding, comm: Communicator, accumulate: int) -> None:
+    """Rank 0 prints how many samples a step takes."""
+    if sharding.batch is not None and comm.rank == 0:
+        print(f"sherd: {equation(sharding.batch, comm.world, accumulate)}", file=sys.stderr)
 
 
 def equation(batch: int, world: int, accumulate: int) -> str:
@@ -91,14 +149,8 @@ def _set_batch_size(loader: DataLoader[Any], batch: int) -> None:
 # ---------------------------------------------------------------- ways
 
 
-def _way(loader: DataLoader[Any], comm: Communicator, options: LoaderOptions, batch: int | None) -> Way:
-    if isinstance(loader.dataset, IterableDataset):
-        return _iterable_way(loader, comm, options.iterable, batch)
+def _dealt(loader: DataLoader[Any], comm: Communicator, batch: int | None) -> Sharding:
     batches: Any = loader.batch_sampler
-    for sampler in (loader.sampler, batches, getattr(batches, "sampler", None)):
-        if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
-            _check_distributed(sampler, comm)
-            return Agreeing(comm, [thing for thing in (sampler, batches) if thing is not None])
     drop_last = batch is not None and batches.drop_last
     indices: Samples | Batches
     if batches is not None and batch is None:
@@ -107,12 +159,12 @@ def _way(loader: DataLoader[Any], comm: Communicator, options: LoaderOptions, ba
         sampler = loader.sampler if batches is None else batches.sampler
         indices = Samples(comm, sampler, batch, drop_last)
     _check_in_order(loader, comm, full=drop_last)
-    mine = {"batch_size": batch, "drop_last": drop_last, "samples": length(loader.dataset)}
-    _compare(comm, mine, _chosen(loader.dataset))
-    return Dealing(comm, indices)
+    common = {"way": "dealt", "batch_size": batch, "drop_last": drop_last, "samples": length(loader.dataset)}
+    common["subset"] = _chosen(loader.dataset)
+    return Sharding(loader, batch, Dealing(comm, indices), common, None)
 
 
-def _iterable_way(loader: DataLoader[Any], comm: Communicator, iterable: str | None, batch: int | None) -> Way:
+def _iterable(loader: DataLoader[Any], comm: Communicator, iterable: str | None, batch: int | None) -> Sharding:
     kind = type(loader.dataset).__name__
     if iterable is None:
         raise ConfigError(
@@ -122,33 +174,15 @@ def _iterable_way(loader: DataLoader[Any], comm: Communicator, iterable: str | N
             f"part of its own"
         )
     if iterable == "sharded":
-        return Agreeing(comm)
+        return Sharding(loader, batch, Agreeing(comm), {"way": "sharded by its dataset"}, None)
     if isinstance(loader.dataset, IterDataPipe):
         raise ConfigError(
             f"rank {comm.rank}: a data pipe may be sharded by torch already, so its batches cannot be dealt; give it a "
             f'sharding_filter and write iterable="sharded"'
         )
     _check_in_order(loader, comm, full=False)
-    _compare(comm, {"batch_size": batch, "drop_last": loader.drop_last})
-    return Splitting(comm, loader.drop_last)
-
-
-def _check_distributed(sampler: Any, comm: Communicator) -> None:
-    """A sampler that is distributed by itself is so over these ranks. Collective."""
-    with comm.counters.agreeing():
-        everybody = comm.all_gather_object((sampler.num_replicas, sampler.rank))
-    name = type(sampler).__name__
-    for rank, (replicas, _) in enumerate(everybody):
-        if replicas != comm.world:
-            raise ConfigError(
-                f"rank {rank}'s {name} has num_replicas={replicas} where there are {comm.world} ranks; write "
-                f"num_replicas={comm.world}, or leave the sampler out: sherd shards the loader"
-            )
-    if len({number for _, number in everybody}) != comm.world:
-        raise ConfigError(
-            f"the ranks' {name}s have rank={[number for _, number in everybody]}, so some samples would come twice and "
-            f"others never; give each rank its own number, or leave the sampler out: sherd shards the loader"
-        )
+    common = {"way": "split", "batch_size": batch, "drop_last": loader.drop_last}
+    return Sharding(loader, batch, Splitting(comm, loader.drop_last), common, None)
 
 
 def _check_in_order(loader: DataLoader[Any], comm: Communicator, full: bool) -> None:
@@ -169,18 +203,41 @@ def _chosen(dataset: Any) -> int:
     return 0
 
 
-def _compare(comm: Communicator, mine: dict[str, Any], chosen: int = 0) -> None:
-    """Refuse loaders that differ between ranks. Collective."""
-    everybody, rank = comm.compare_object({**mine, "subset": chosen})
-    for name, value in everybody[rank].items():
-        other = everybody[0].get(name)
-        if value == other:
-            continue
-        what = f"rank 0's has {name}={other} where rank {rank}'s has {name}={value}"
-        if name == "subset":
-            what = f"rank 0 and rank {rank} chose different samples (give random_split a generator with a fixed seed)"
-        raise Diverged(
-            f"the ranks' loaders differ: {what}; pass the same loader on every rank, or leave it out if each has its "
-            f"own data",
-            ranks=(0, rank),
+# ---------------------------------------------------------------- what ranks have in common
+
+
+def _compare_common(everybody: Sequence[dict[str, Any]]) -> None:
+    for rank, mine in enumerate(everybody):
+        for name, value in mine.items():
+            other = everybody[0].get(name)
+            if value == other:
+                continue
+            what = f"rank 0's has {name}={other} where rank {rank}'s has {name}={value}"
+            if name == "way":
+                what = f"rank 0's is {other} where rank {rank}'s is {value}"
+            if name == "subset":
+                what = (
+                    f"rank 0 and rank {rank} chose different samples (give random_split a generator with a fixed seed)"
+                )
+            raise Diverged(
+                f"the ranks' loaders differ: {what}; pass the same loader on every rank, or leave it out if each has "
+                f"its own data",
+                ranks=(0, rank),
+            )
+
+
+def _compare_samplers(everybody: Sequence[tuple[str, int, int]]) -> None:
+    """Samplers that are distributed by themselves are so over these ranks."""
+    world = len(everybody)
+    for rank, (name, replicas, _) in enumerate(everybody):
+        if replicas != world:
+            raise ConfigError(
+                f"rank {rank}'s {name} has num_replicas={replicas} where there are {world} ranks; write "
+                f"num_replicas={world}, or leave the sampler out: sherd shards the loader"
+            )
+    numbers = [number for _, _, number in everybody]
+    if len(set(numbers)) != world:
+        raise ConfigError(
+            f"the ranks' {everybody[0][0]}s have rank={numbers}, so some samples would come twice and others never; "
+            f"give each rank its own number, or leave the sampler out: sherd shards the loader"
         )

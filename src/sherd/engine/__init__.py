@@ -11,9 +11,9 @@ arrived), `flat`, `ring`, `gradients` and `whole_gradients` (how it is reduced),
 `parameter` and `grad_access` (what a user sees of it), `rounds` (all of these together); `elementwise`,
 `optimizer_state` and `optimizer_shard` (who updates what); `mesh` (which ranks hold a copy of the parameters together)
 and `stores` (where they live), `host_store`, `copy_on_write` and `page_map` (one copy per host, and what a rank wrote
-of its own), `edits`, `editing` and `checksum` (what ranks compare), `torn` (after an update that failed); `rooms`
-(memory of gradients that somebody keeps); `buffers` (kept equal) and `sync_batch_norm`; and `engine`, where a step
-brings them together.
+of its own), `edits`, `editing` and `checksum` (what ranks compare), `torn` (after an update that failed), `restore`
+(after a `distribute` that was refused); `rooms` (memory of gradients that somebody keeps); `buffers` (kept equal) and
+`sync_batch_norm`; and `engine`, where a step brings them together.
 
 Some stores keep slices and gather parameters while they are used: `pages` (memory that comes and goes), `route` (what
 is used next), `apart`, `gathering` (what is whole, and for how long), `on_use` (how use is noticed), `transforms`,

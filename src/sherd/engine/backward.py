@@ -41,6 +41,11 @@ def listen(listener: Listener) -> None:
     _listeners.append(weakref.ref(listener))
 
 
+def forget(listener: Listener) -> None:
+    """Tell it no more."""
+    _listeners[:] = [reference for reference in _listeners if reference() is not listener]
+
+
 def under_way() -> bool:
     """Whether a backward that listeners were told of is running."""
     return _depth > 0

@@ -38,7 +38,8 @@ class EditGuard:
         """Parameters that are lent to be edited: whoever lent them compares them."""
         self.edits: set[int] = set()
         """Parameters that this rank has edited and not compared with the others' yet."""
-        self.accept()
+        self._looks: list[Look] = []
+        self._sums: dict[int, int] = {}
 
     @property
     def compares(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from torch import nn
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from sherd import observe
 from sherd.comm import Communicator, labelled
 from sherd.config import StepOptions
+from sherd.engine import backward
 from sherd.engine.buffers import BufferSync
 from sherd.engine.choices import Choices, Parameters
 from sherd.engine.editing import Editing
@@ -30,6 +31,7 @@ from sherd.engine.host_store import HostStore
 from sherd.engine.inventory import Inventory
 from sherd.engine.layout import ShardLayout
 from sherd.engine.mesh import Mesh
+from sherd.engine.restore import tensors_as_they_are
 from sherd.engine.rounds import Rounds
 from sherd.engine.stores import ParameterStore, PrivateStore, ReplicaStore
 from sherd.engine.torn import Torn
@@ -59,7 +61,10 @@ class Update:
 
 
 class Engine:
-    """Training of one model on one rank."""
+    """Training of one model on one rank. It has the parameters from `take_over` on.
+
+    `undo` gets what puts the model back as it was, for whoever does not come so far.
+    """
 
     def __init__(
         self,
@@ -67,7 +72,8 @@ class Engine:
         inventory: Inventory,
         choices: Choices,
         options: StepOptions,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | None,
+        undo: ExitStack,
     ) -> None:
         self.comm = comm
         self.inventory = inventory
@@ -76,16 +82,25 @@ class Engine:
         self._options = options
         self.trained = Trained(inventory, comm.world, comm.tree.group, options.bucket_bytes)
         self.mesh = Mesh.cut(comm, choices.shard_over)
+        undo.callback(self.mesh.close)
+        undo.callback(tensors_as_they_are((*inventory.parameters, *inventory.buffers)))
         self.store = _STORES[choices.parameters](self.mesh, self.trained)
-        self.store.from_leader(inventory.buffers)
         self._guard = EditGuard(comm, inventory, self.store, checksums=options.check == "edits")
         self._torn = Torn(inventory, comm.rank, optimizer is not None)
         watch = Watch(comm, inventory, self._guard, self._torn, optimizer)
         self.rounds = Rounds(comm, self.trained, choices, options, watch, unfreeze=self._unfreeze)
-        self._buffers = BufferSync(comm, inventory, options.sync_buffers)
+        undo.callback(backward.forget, self.rounds)
         self.editing = Editing(inventory, self.store, self._guard)
         self.on_growth: list[Callable[[], None]] = []
         """Called when parameters were unfrozen, which are then behind the others in `trained`."""
+
+    def take_over(self) -> None:
+        """Move the parameters to where they are to live, with rank 0's values. Collective."""
+        self.store.take_over()
+        self.store.from_leader(self.inventory.buffers)
+        self._guard.accept()
+        self._buffers = BufferSync(self.comm, self.inventory, self._options.sync_buffers)
+        backward.listen(self.rounds)
 
     @property
     def layout(self) -> ShardLayout:

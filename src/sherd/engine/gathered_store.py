@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from sherd.comm import Handle, labelled
+from sherd.comm import Communicator, Handle, labelled
 from sherd.engine import page_map
 from sherd.engine.apart import unnoticed
 from sherd.engine.checksum import checksum
@@ -21,7 +21,8 @@ from sherd.engine.slicing import Bucket
 from sherd.engine.stores import ParameterStore
 from sherd.engine.transforms import watch_transforms
 
-_numbers = itertools.count(1)  # ranks distribute the same models in the same order
+_numbers: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
+"""How many models each communicator's ranks have distributed, which they do in the same order."""
 
 
 class GatheredStore(ParameterStore):
@@ -34,7 +35,7 @@ class GatheredStore(ParameterStore):
     def sees_all_edits(self) -> bool:  # type: ignore[override]
         return page_map.can_tell() and self._device.type == "cpu"
 
-    def _take_over(self) -> list[Tensor]:
+    def _make_room(self) -> list[Tensor]:
         trained, frozen = self._trained, self._trained.frozen
         self._layout = layout = trained.layout.grown(trained.inventory.entries(frozen))
         self._order = (*trained.indices, *frozen)
@@ -48,14 +49,13 @@ class GatheredStore(ParameterStore):
         self._rows = [each.view(groups, -1) for each in rows]
         self._pages = self._make_pages(layout.buckets)
         self._places = {each.memory.untyped_storage()._cdata: index for index, each in enumerate(self._pages)}
-        number = next(_numbers)
+        number = _numbers[self._comm] = _numbers.get(self._comm, 0) + 1
         self._names = [self._name(bucket, number) for bucket in layout.buckets]
         self._written: dict[int, int] = {}  # digests of what this rank had written into buckets that were released
         self.gathering = Gathering(self._names, self._fetch, self._release, self._write_back, self._is_written)
         self._homes = [self._home(index) for index in range(len(self._parameters))]
         for pages in self._pages:
             pages.release()
-        self._fill()
         trainable = len(trained.layout.buckets)
         self._changing = list(range(trainable))  # the buckets of which there are slices to update
         watch_transforms()
@@ -205,7 +205,7 @@ class GatheredStore(ParameterStore):
         memory = self._pages[self._bucket(index)].memory
         return described.shaped(memory[offset : offset + described.numel])
 
-    def _fill(self) -> None:
+    def take_over(self) -> None:
         """Take rank 0's values, and then their memory: one parameter at a time."""
         self.from_leader(self._parameters)
         for index, parameter in enumerate(self._parameters):

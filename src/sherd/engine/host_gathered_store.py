@@ -23,11 +23,11 @@ from sherd.engine.slicing import Bucket
 class HostGatheredStore(GatheredStore):
     """Every rank has its rows; a bucket is whole on a host while its ranks use it."""
 
-    def _take_over(self) -> list[Tensor]:
+    def _make_room(self) -> list[Tensor]:
         self._slots: list[Tensor] = []
         self._free: set[int] = set()
         self._slot_of: dict[int, int] = {}
-        return super()._take_over()
+        return super()._make_room()
 
     def _make_pages(self, buckets: Sequence[Bucket]) -> Sequence[Pages]:
         self._aliases = [AliasPages(bucket.numel, dtype_of(bucket.dtype)) for bucket in buckets]

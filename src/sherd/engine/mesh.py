@@ -35,6 +35,12 @@ class Mesh:
         columns = [range(place, world, size) for place in range(size)]
         return cls(everyone, _mine(everyone, groups), _mine(everyone, columns))
 
+    def close(self) -> None:
+        """Leave the groups that were made for it."""
+        for group in (self.shard, self.replicate):
+            if group is not self.everyone:
+                group.close()
+
     @property
     def groups(self) -> int:
         """How many copies of the parameters there are."""

@@ -118,7 +118,8 @@ def gather_state(
     everyone = comm.all_gather_object((told, other))
     for outlines, _ in everyone:
         for entry, outline in outlines.items():
-            whole.setdefault(entry, outline)  # the owner of its first element speaks for a parameter
+            # The owner of its first element speaks for a parameter.
+            whole.setdefault(entry, {key: PerElement(value) if cut else value for key, cut, value in outline})
     for bucket in layout.buckets:
         for (key, dtype), having in _tensors(bucket, whole).items():
             own = values[bucket.index].new_zeros(bucket.slice_numel, dtype=dtype)
@@ -153,12 +154,13 @@ def _tensors(bucket: Bucket, whole: Mapping[int, State]) -> dict[tuple[Any, torc
     return found
 
 
-def _outline(chunk: Chunk, state: State) -> State:
-    """The state of a chunk with the per-element tensors left out."""
-    outline: State = {}
+def _outline(chunk: Chunk, state: State) -> list[tuple[Any, bool, Any]]:
+    """The state of a chunk: keys, whether it is per element, and values, or dtypes of what is. For other hosts too, so
+    plain data, but for what the optimizer itself keeps of other kinds."""
+    outline = []
     for key, value in state.items():
         per_element = isinstance(value, Tensor) and value.shape == chunk.value.shape
-        outline[key] = PerElement(value.dtype) if per_element else _without_tensors(key, value)
+        outline.append((key, per_element, value.dtype if per_element else _without_tensors(key, value)))
     return outline
 
 

@@ -76,7 +76,6 @@ class Rounds:
         self._unfreeze = unfreeze
         self._build()
         self._intake = Intake(trained, comm.rank, self.arrive)
-        backward.listen(self)
 
     @property
     def layout(self) -> ShardLayout:

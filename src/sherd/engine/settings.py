@@ -114,4 +114,7 @@ def _comparable(value: Any) -> Any:
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else "Tensor"
     if isinstance(value, tuple | list):
         return [_comparable(item) for item in value]
-    return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
+    if value is None or isinstance(value, bool):
+        return value
+    # Of a subclass, such as an enum's or numpy's, what it is to those who know only the class above.
+    return next((kind(value) for kind in (int, float, str) if isinstance(value, kind)), type(value).__name__)

@@ -1,8 +1,9 @@
 """Parameter stores: where a rank's parameters live, and how an update by their owners reaches everybody.
 
-A store takes the model's parameters over when it is built: each `parameter.data` becomes a view of the store, with rank
-0's values. `slices[b]` is what this rank owns of bucket b, for its optimizer shard to update between `acquire()` and
-`publish()`. Frozen parameters live in the store too, each where its bucket would be, but nobody updates them.
+A store has room for the model's parameters when it is built. In `take_over` each `parameter.data` becomes a view of the
+store, with rank 0's values. `slices[b]` is what this rank owns of bucket b, for its optimizer shard to update between
+`acquire()` and `publish()`. Frozen parameters live in the store too, each where its bucket would be, but nobody updates
+them.
 """
 
 from __future__ import annotations
@@ -42,11 +43,15 @@ class ParameterStore(ABC):
         self._trained = trained
         self._parameters = trained.inventory.parameters
         self._device = trained.inventory.device
-        self.slices = self._take_over()
+        self.slices = self._make_room()
 
     @abstractmethod
-    def _take_over(self) -> list[Tensor]:
-        """Move the parameters in, with rank 0's values, and give this rank's slices."""
+    def _make_room(self) -> list[Tensor]:
+        """Allocate what is needed, and give this rank's slices. The parameters keep their values."""
+
+    @abstractmethod
+    def take_over(self) -> None:
+        """Move the parameters in, with rank 0's values. Collective, once."""
 
     @abstractmethod
     def acquire(self) -> None:
@@ -119,11 +124,13 @@ class ReplicaStore(ParameterStore):
 
     owns_memory = False
 
-    def _take_over(self) -> list[Tensor]:
+    def _make_room(self) -> list[Tensor]:
         self._before: dict[int, Tensor] = {}
         self._settle(range(len(self._parameters)))
-        self.from_leader(self._parameters)
         return []
+
+    def take_over(self) -> None:
+        self.from_leader(self._parameters)
 
     def _settle(self, indices: Iterable[int]) -> None:
         for index in indices:
@@ -157,7 +164,7 @@ class ReplicaStore(ParameterStore):
 class FlatStore(ParameterStore):
     """Buckets of parameters laid end to end, one allocation per dtype."""
 
-    def _take_over(self) -> list[Tensor]:
+    def _make_room(self) -> list[Tensor]:
         trained, frozen = self._trained, self._trained.frozen
         layout = trained.layout.grown(trained.inventory.entries(frozen))
         self._flats = {
@@ -172,9 +179,11 @@ class FlatStore(ParameterStore):
         """By index: the same as this rank sees them; its `parameter.data`."""
         self.buckets = buckets[: len(trained.layout.buckets)]
         self._dormant = dict(zip(frozen, buckets[len(self.buckets) :], strict=True))
+        return [self._own(bucket) for bucket in self.buckets]
+
+    def take_over(self) -> None:
         self._fill()
         self.take_back(range(len(self.homes)))
-        return [self._own(bucket) for bucket in self.buckets]
 
     def _seen(self, layout: ShardLayout, order: Sequence[int]) -> list[Tensor]:
         return self.originals

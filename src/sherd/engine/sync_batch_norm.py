@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 _engines: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Engine], str]] = weakref.WeakKeyDictionary()
 
 
-def share_statistics(model: nn.Module, engine: Engine) -> None:
+def share_statistics(model: nn.Module, engine: Engine, undo: ExitStack) -> None:
     """Make the `nn.SyncBatchNorm` modules of `model` compute their statistics over the ranks of `engine`.
 
     Subclasses, and those with a process group of their own, are left to do what they do.
@@ -41,6 +42,8 @@ def share_statistics(model: nn.Module, engine: Engine) -> None:
         return
     for name, module in model.named_modules():
         if type(module) in (nn.SyncBatchNorm, SyncedBatchNorm) and module.process_group is None:
+            undo.callback(setattr, module, "__class__", type(module))
+            undo.callback(_engines.pop, module, None)
             module.__class__ = SyncedBatchNorm
             _engines[module] = weakref.ref(engine), name
             engine.rounds.careful = True

@@ -6,6 +6,18 @@ all ranks of a run. How the process of a rank comes into being is left to a `Sta
 
 from __future__ import annotations
 
-from sherd.ranks.launching import launch
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sherd.ranks.launching import launch
 
 __all__ = ["launch"]
+
+
+def __getattr__(name: str) -> Any:
+    """Late: `machine` is wanted by those who have not imported torch yet, which takes seconds."""
+    if name == "launch":
+        from sherd.ranks.launching import launch
+
+        return launch
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import secrets
 import socket
 import sys
 import uuid
@@ -13,6 +14,9 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
+from sherd.comm import network
+from sherd.comm.seal import TOKEN, TOKEN_FILE
+from sherd.machine import check_loopback
 from sherd.ranks.worker import Task
 
 HOST = "127.0.0.1"
@@ -24,6 +28,7 @@ def rendezvous() -> Iterator[int]:
 
     A new one for every run is what keeps runs apart: nothing that an earlier run left behind can be found in it.
     """
+    check_loopback()
     listener = socket.create_server((HOST, 0))
     port = listener.getsockname()[1]
     store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -61,7 +66,7 @@ def task(
 
 def _torchrun_environ(world_size: int, port: int) -> dict[str, str]:
     """The variables of torchrun that all ranks share. With an agent's store, `env://` makes every rank a client."""
-    world = str(world_size)
+    world, loopback = str(world_size), network.loopback()
     return {
         "WORLD_SIZE": world,
         "LOCAL_WORLD_SIZE": world,
@@ -75,5 +80,14 @@ def _torchrun_environ(world_size: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),  # a host's own name may not resolve
+        # A host's own name may not resolve, or lead to an interface that others reach.
+        network.IFNAME: os.environ.get(network.IFNAME) or (loopback.name if loopback else "lo"),
+        **_token(),
     }
+
+
+def _token() -> dict[str, str]:
+    """What ranks know each other by: the user's, or a new one for every run."""
+    if os.environ.get(TOKEN) or os.environ.get(TOKEN_FILE):
+        return {}
+    return {TOKEN: secrets.token_hex(32)}

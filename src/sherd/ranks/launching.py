@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import cloudpickle
 
 from sherd.errors import ConfigError, RankFailed
+from sherd.machine import check_files
 from sherd.ranks import call, fresh
 from sherd.ranks.team import Team
 
@@ -34,6 +35,7 @@ def launch(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) ->
     traceback; an interrupt ends all of them.
     """
     _check(fn, ranks)
+    check_files(ranks)
     shipped = _shipped(fn, args, kwargs)
     environ = {"OMP_NUM_THREADS": str(call.fair_threads(ranks)), **os.environ}
     team = Team(fresh.starter(environ), ranks, grace=GRACE, start_timeout=math.inf)

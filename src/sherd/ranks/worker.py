@@ -26,6 +26,8 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from sherd.comm.leaving import leave_all
+
 RUN, CLEAN, STOP = b"R", b"C", b"S"  # what the parent says
 READY, RETURNED, RAISED = b"+", b"r", b"x"  # what a rank answers
 HERE = f"{Path(__file__).parent}{os.sep}"  # how the files begin whose frames tell a reader nothing
@@ -55,7 +57,9 @@ def main(rank: int, control: socket.socket, parent: int) -> None:
         if command == RUN:
             _show_stacks(stacks)  # again: what one function does to the handlers or to the seed must not reach the next
             torch.manual_seed(seed)
-            control.sendall(_answer(lambda: _run(rank, task), result))
+            answer = _answer(lambda: _run(rank, task), result)
+            leave_all()  # a rank whose function has returned takes part in nothing any more, though its process lives
+            control.sendall(answer)
         else:
             control.sendall(_answer(_destroy_process_group, result))
 
@@ -87,6 +91,7 @@ def _answer(work: Callable[[], object], result: int) -> bytes:
     except SystemExit:  # not an error to describe but an exit code to report: let the process end with it
         raise
     except BaseException as error:
+        leave_all(error)
         return _fail(f"raised {_headline(error)}\n{_traceback(error)}", result)
     try:
         write_file(cloudpickle.dumps(value), result)

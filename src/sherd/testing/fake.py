@@ -24,6 +24,7 @@ class FakeCommunicator(Communicator):
 
     transport = "fake"
     dry = True
+    trusts_memory = True
 
     def __init__(self, rank: int, world: int, options: CommOptions | None = None) -> None:
         super().__init__(rank, world, options or CommOptions())

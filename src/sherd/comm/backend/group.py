@@ -14,28 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ReduceOp, Store
+from torch.distributed import Store
 from torch.distributed.distributed_c10d import AllreduceOptions
 
-from sherd.comm.backend import collectives
+from sherd.comm.backend import checks, collectives
 from sherd.comm.backend.collectives import flat
 from sherd.comm.backend.works import Pending, Turn
 from sherd.comm.base import Communicator
 from sherd.comm.handle import Handle
-from sherd.errors import ConfigError, Unsupported
+from sherd.errors import Unsupported
 
 _CPU = torch.device("cpu")
-_REDUCTIONS = {
-    ReduceOp.SUM: "sum",
-    ReduceOp.AVG: "mean",
-    ReduceOp.MAX: "max",
-    ReduceOp.MIN: "min",
-    ReduceOp.PRODUCT: "product",
-    ReduceOp.BAND: "and",
-    ReduceOp.BOR: "or",
-    ReduceOp.BXOR: "xor",
-}
-_BITWISE = ("and", "or", "xor")
 _DEFAULT = AllreduceOptions()
 
 
@@ -56,20 +45,25 @@ class Group(dist.ProcessGroup):
     def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = _DEFAULT) -> dist.Work:
         if isinstance(tensors, Tensor):  # as torch's DDP calls it for ranks that have joined
             tensors = [tensors]
-        if tensors[0].is_sparse:
-            return self._sparse_all_reduce(tensors, opts)
         with self._turn as comm:
-            handles = [comm.all_reduce(t, t, op=self._reduction(opts, t)) for t in tensors]
-        return self._pending(handles, tensors)
+            if any(tensor.is_sparse for tensor in tensors):
+                tensor = checks.only(comm, "an all_reduce of sparse tensors", tensors)
+                handles, finish = collectives.sparse_all_reduce(comm, tensor, checks.reduction(comm, opts, tensors))
+                return self._pending(handles, tensors, finish)
+            checks.dense(comm, tensors)
+            op = checks.reduction(comm, opts, tensors)
+            checks.calls(comm, "all_reduce", [(t, t) for t in tensors], op)
+            return self._pending([comm.all_reduce(t, t, op=op) for t in tensors], tensors)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = _DEFAULT) -> dist.Work:
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
-        [tensor] = tensors
         with self._turn as comm:
-            handles, finish = collectives.reduce(comm, tensor, opts.rootRank, self._reduction(opts, tensor))
-        return self._pending(handles, tensors, finish)
+            tensor = checks.only(comm, "reduce", tensors)
+            checks.dense(comm, tensors)
+            op = checks.reduction(comm, opts, tensors)
+            return self._pending(collectives.reduce(comm, tensor, opts.rootRank, op), tensors)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _DEFAULT) -> dist.Work:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -78,17 +72,20 @@ class Group(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = _DEFAULT
     ) -> dist.Work:
         with self._turn as comm:
-            handles = [
-                comm.reduce_scatter(flat(given), self._room(taken), op=self._reduction(opts, given))
-                for taken, given in zip(outputs, inputs, strict=True)
-            ]
-        return self._pending(handles, outputs)
+            checks.paired(comm, "reduce_scatter", outputs, inputs)
+            checks.dense(comm, inputs)
+            op = checks.reduction(comm, opts, inputs)
+            pairs = [(flat(given), checks.room(comm, t)) for given, t in zip(inputs, outputs, strict=True)]
+            checks.calls(comm, "reduce_scatter", pairs, op)
+            return self._pending([comm.reduce_scatter(given, taken, op=op) for given, taken in pairs], outputs)
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = _DEFAULT
     ) -> dist.Work:
+        comm = self.communicator
+        checks.paired(comm, "reduce_scatter", outputs, inputs)
         for output, parts in zip(outputs, inputs, strict=True):
-            collectives.check_sizes(self.communicator, "reduce_scatter", parts, output)
+            checks.parts(comm, "reduce_scatter", parts, output)
         joined = [torch.cat([flat(part) for part in parts]) for parts in inputs]
         return self.reduce_scatter_single_coalesced(outputs, joined, opts)
 
@@ -96,8 +93,9 @@ class Group(dist.ProcessGroup):
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
         with self._turn as comm:
-            handles = [comm.broadcast(self._checked(t), opts.rootRank) for t in tensors]
-        return self._pending(handles, tensors)
+            checks.dense(comm, tensors)
+            checks.calls(comm, "broadcast", [(t, t) for t in tensors], opts.rootRank)
+            return self._pending([comm.broadcast(t, opts.rootRank) for t in tensors], tensors)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         return self.all_gather_single_coalesced([output], [input], opts)
@@ -106,53 +104,52 @@ class Group(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         with self._turn as comm:
-            handles = [
-                comm.all_gather(flat(self._checked(given)), self._room(taken))
-                for taken, given in zip(outputs, inputs, strict=True)
-            ]
-        return self._pending(handles, outputs)
+            checks.paired(comm, "all_gather", outputs, inputs)
+            checks.dense(comm, inputs)
+            pairs = [(flat(given), checks.room(comm, t)) for given, t in zip(inputs, outputs, strict=True)]
+            checks.calls(comm, "all_gather", pairs)
+            return self._pending([comm.all_gather(given, taken) for given, taken in pairs], outputs)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        rows = [given.new_empty(self.communicator.world, given.numel()) for given in inputs]
         with self._turn as comm:
+            checks.paired(comm, "all_gather", outputs, inputs)
+            checks.dense(comm, inputs)
             for given, taken in zip(inputs, outputs, strict=True):
-                collectives.check_sizes(comm, "all_gather", taken, given)
-            handles = [
-                comm.all_gather(flat(self._checked(given)), row.view(-1))
-                for given, row in zip(inputs, rows, strict=True)
-            ]
+                checks.parts(comm, "all_gather", taken, given)
+                checks.writable(comm, "all_gather", taken)
+            checks.calls(comm, "all_gather", [(flat(given), None) for given in inputs])
+            handles = [comm.all_gather(flat(given)) for given in inputs]
 
         def finish() -> None:
-            for row, taken in zip(rows, outputs, strict=True):
-                collectives.spread(row, taken)
+            for handle, taken in zip(handles, outputs, strict=True):
+                collectives.spread(handle.wait().view(len(taken), -1), taken)
 
         return self._pending(handles, [tensor for taken in outputs for tensor in taken], finish)
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
+        for taken in outputs:
+            checks.paired(self.communicator, "all_gather", taken, inputs)
         return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
-        [given] = inputs
-        taken = outputs[0] if outputs else []
         with self._turn as comm:
-            if comm.rank == opts.rootRank:
-                collectives.check_sizes(comm, "gather", taken, given)
-            handles, finish = collectives.gather(comm, self._checked(given), taken, opts.rootRank)
+            given, taken = checks.only(comm, "gather", inputs), outputs[0] if outputs else []
+            checks.dense(comm, inputs)
+            handles, finish = collectives.gather(comm, given, taken, opts.rootRank)
         return self._pending(handles, taken, finish)
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> dist.Work:
-        [taken] = outputs
         with self._turn as comm:
-            given = inputs[0] if inputs else []
-            handles, finish = collectives.scatter(comm, self._checked(taken), given, opts.rootRank)
+            taken, given = checks.only(comm, "scatter", outputs), inputs[0] if inputs else []
+            checks.dense(comm, outputs)
+            handles, finish = collectives.scatter(comm, taken, given, opts.rootRank)
         return self._pending(handles, outputs, finish)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        for given in inputs:
-            self._checked(given)
         with self._turn as comm:
+            checks.dense(comm, (*inputs, *outputs))
             handles, finish = collectives.all_to_all(comm, outputs, inputs)
         return self._pending(handles, outputs, finish)
 
@@ -164,23 +161,24 @@ class Group(dist.ProcessGroup):
         input_split_sizes: Sequence[int],
         opts: Any = None,
     ) -> dist.Work:
-        if output_split_sizes or input_split_sizes:
-            outputs = _split(output, output_split_sizes, self.communicator.world)
-            inputs = _split(input, input_split_sizes, self.communicator.world)
-            return self.alltoall(outputs, inputs, opts)
         with self._turn as comm:
-            handles = [comm.all_to_all(flat(self._checked(input)), self._room(output))]
-        return self._pending(handles, [output])
+            checks.dense(comm, (input, output))
+            if output_split_sizes or input_split_sizes:
+                outputs = checks.split(comm, output, output_split_sizes)
+                return self.alltoall(outputs, checks.split(comm, input, input_split_sizes), opts)
+            return self._pending([comm.all_to_all(flat(input), checks.room(comm, output))], [output])
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> dist.Work:
         with self._turn as comm:
-            handles = [comm.send(self._checked(t), to, tag) for t in tensors]
-        return self._pending(handles, tensors)
+            checks.dense(comm, tensors)
+            checks.calls(comm, "send", [(t, t) for t in tensors], to)
+            return self._pending([comm.send(t, to, tag) for t in tensors], tensors)
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> dist.Work:
         with self._turn as comm:
-            handles = [comm.recv(self._checked(t), source, tag) for t in tensors]
-        return self._pending(handles, tensors)
+            checks.dense(comm, tensors)
+            checks.calls(comm, "recv", [(t, t) for t in tensors], source)
+            return self._pending([comm.recv(t, source, tag) for t in tensors], tensors)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> dist.Work:
         raise Unsupported(f'rank {self.rank()}: the backend "sherd" receives from a rank; write recv(tensor, src=...)')
@@ -262,44 +260,3 @@ class Group(dist.ProcessGroup):
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
-
-    def _sparse_all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
-        [tensor] = tensors
-        with self._turn as comm:
-            handles, finish = collectives.sparse_all_reduce(comm, tensor, self._reduction(opts, tensor._values()))
-        return self._pending(handles, tensors, finish)
-
-    def _reduction(self, opts: Any, tensor: Tensor) -> str:
-        self._checked(tensor)
-        op = opts.reduceOp.op
-        name = _REDUCTIONS.get(op)
-        if name is None:
-            fix = "multiply the tensor first and write ReduceOp.SUM" if op == ReduceOp.PREMUL_SUM else "write another"
-            raise Unsupported(f'rank {self.rank()}: the backend "sherd" has no {op}; {fix}')
-        if name in _BITWISE and (tensor.is_floating_point() or tensor.is_complex()):
-            raise ConfigError(f"rank {self.rank()}: {op} needs whole numbers or bools, got {tensor.dtype}")
-        return name
-
-    def _room(self, output: Tensor) -> Tensor:
-        """A flat view to write into."""
-        if not self._checked(output).is_contiguous():
-            raise ConfigError(f"rank {self.rank()}: the output must be contiguous; write output.contiguous()")
-        return output if output.dim() == 1 else output.view(-1)
-
-    def _checked(self, tensor: Tensor) -> Tensor:
-        if tensor.is_cpu and tensor.layout is torch.strided:
-            return tensor
-        what = tensor.device if not tensor.is_cpu else tensor.layout
-        raise Unsupported(
-            f'rank {self.rank()}: the backend "sherd" moves dense tensors in memory of the CPU, got {what}; '
-            'for others write new_group(backend="gloo") or "nccl"'
-        )
-
-
-def _split(tensor: Tensor, sizes: Sequence[int], world: int) -> Sequence[Tensor]:
-    """Along the first dimension, equally where no sizes are given."""
-    if sizes:
-        return torch.split(tensor, list(sizes))
-    if tensor.shape[0] % world:
-        raise ConfigError(f"all_to_all cuts {tuple(tensor.shape)} into {world} equal parts; give the split sizes")
-    return torch.chunk(tensor, world) if tensor.shape[0] else [tensor] * world

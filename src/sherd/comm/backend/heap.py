@@ -3,6 +3,8 @@
 Torch allocates the tensors of every step anew. The C library hands freed memory at the end of its heap back to the
 kernel, and large blocks at once, so each step pays for new pages, a fault for every 4 KB: FSDP2 on a GPT of 33.7 M
 parameters took 30,000 faults a step, 8% of its time, most of them in the buffers that it makes for every collective.
+
+It is a setting of the whole process and has its price, up to `KEPT_BYTES` that nobody else gets: only for who asks.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ import functools
 import os
 import sys
 
+from sherd.config import flag_from_env
+
+VARIABLE = "SHERD_KEEP_FREED_MEMORY"
 KEPT_BYTES = 1 << 28
 """How much free memory at the end of the heap a rank may keep."""
 _LARGEST_IN_HEAP = 1 << 25  # glibc takes no more; what is larger has pages of its own, every time
@@ -20,8 +25,14 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as <malloc.h> numbers them
 _CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 
 
+def keep_freed_memory_if_asked() -> None:
+    """Do so where `SHERD_KEEP_FREED_MEMORY=1`."""
+    if flag_from_env(VARIABLE, False):
+        _keep_freed_memory()
+
+
 @functools.cache
-def keep_freed_memory() -> None:
+def _keep_freed_memory() -> None:
     """Raise glibc's limits for the whole process, unless the user has set them (`MALLOC_TRIM_THRESHOLD_` and others).
 
     An allocator that was put in its place has none, and other C libraries do not know the call.

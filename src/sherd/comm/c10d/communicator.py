@@ -2,7 +2,7 @@
 
 Data moves as bytes with the backend's all-to-all, all-gather and broadcast; sums are taken here, in the order of the
 tree. On gloo that is also faster than its own reduce-scatter, which is an all-reduce and sends twice what is needed.
-With `order="transport"` the backend reduces in whatever order it likes.
+With `order="transport"` the backend reduces in whatever order it likes, where it can.
 
 Before each operation the ranks exchange a small fingerprint, because backends answer calls that do not match with
 garbage, a hang or a crash. `check=False` spares that message.
@@ -10,10 +10,11 @@ garbage, a hang or a crash. `check=False` spares that message.
 
 from __future__ import annotations
 
+import os
 import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 
@@ -24,75 +25,31 @@ from torch.distributed import PrefixStore
 
 from sherd.comm import faults
 from sherd.comm.base import Communicator
-from sherd.comm.c10d.lanes import Lane, Message
+from sherd.comm.c10d.guard import Guard
+from sherd.comm.c10d.handle import C10dHandle
+from sherd.comm.c10d.lanes import Aside, Lane, Message, close_lanes
 from sherd.comm.c10d.slices import Slices, Steps, as_bytes
 from sherd.comm.c10d.watchdog import MOVE_EVERY, Watchdog
-from sherd.comm.c10d.wire import Wire, over_group
+from sherd.comm.c10d.wire import COME_BACK, LINGER, Transfer, Wire, over_group
 from sherd.comm.calls import Call, call_site, site_text
 from sherd.comm.codec import Codec, wire_bytes
+from sherd.comm.deadlock import COLLECTIVE, Stance
 from sherd.comm.handle import Handle
 from sherd.comm.host.peers import Peers
 from sherd.comm.progress import move_everything, take_part
+from sherd.comm.seal import Seal
 from sherd.comm.solo import SoloCommunicator
 from sherd.comm.summation import cut_for, one_phase
 from sherd.config import CommOptions
-from sherd.errors import CodecFailed, CommClosed, CommError, Diverged, PeerLost, TimedOut
+from sherd.errors import CodecFailed, CommClosed, CommError, Diverged
 
 _HEADER = struct.Struct("<Q504s")  # fingerprint, call and site
 HEADER_BYTES = _HEADER.size
-_KINDS = {Diverged: "diverged", PeerLost: "lost", TimedOut: "late"}
 
 
 def backend_limit(options: CommOptions) -> timedelta:
-    """The backend's own timeout: after ours, because ours names the rank that is missing."""
+    """For the backend's own connecting: after ours, because ours names the rank that is missing."""
     return timedelta(seconds=2 * options.timeout)
-
-
-class C10dHandle(Handle):
-    """An operation as a generator that yields each piece of the backend's work it needs completed before it goes on."""
-
-    __slots__ = ("_breaking", "_finished", "_steps", "_wait", "_work")
-
-    def __init__(
-        self,
-        steps: Steps,
-        wait: Callable[[dist.Work], None],
-        breaking: Callable[[], AbstractContextManager[None]],
-        finished: Callable[[], None],
-    ) -> None:
-        self._steps = steps
-        self._wait = wait
-        self._breaking = breaking
-        self._finished = finished
-        self.result = None
-        with breaking():
-            self._work: dist.Work | None = next(steps, None)
-
-    def complete(self) -> None:
-        """Go through all of it."""
-        while self._work is not None:
-            self._go_on()
-
-    def wait(self) -> Tensor:
-        self.complete()
-        self._finished()
-        assert self.result is not None
-        return self.result
-
-    def done(self) -> bool:
-        while self._work is not None and self._work.is_completed():
-            self._go_on()
-        return self._work is None
-
-    def _go_on(self) -> None:
-        with self._breaking():
-            work = self._work
-            assert work is not None
-            self._wait(work)
-            if self._work is work:  # while it waited, it may have been moved on
-                self._work = next(self._steps, None)
-        if self._work is None:
-            self._breaking = nullcontext  # no more of the communicator, which may hold this one
 
 
 class C10dCommunicator(Communicator):
@@ -107,6 +64,7 @@ class C10dCommunicator(Communicator):
         names: Sequence[str] | None = None,
         peers: Peers | None = None,
         ranks_per_host: int | None = None,
+        guard: Guard | None = None,
     ) -> None:
         wire = group if isinstance(group, Wire) else over_group(group)
         super().__init__(wire.rank, wire.world, options or CommOptions())
@@ -116,15 +74,19 @@ class C10dCommunicator(Communicator):
         self._number = 0
         self._alone = SoloCommunicator(self.options)
         self._broken: str | None = None
+        self._untold: CommError | None = None  # what broke it, while no call of this rank has raised it
         self._in_exchanges: C10dHandle | None = None
         self._lanes: dict[tuple[str, int], Lane] = {}
+        self._messages: dict[str, dict[int, int]] = {"send": {}, "recv": {}}  # how many, by peer
         self._slices = Slices(wire, self.tree)
         self._peers = peers
         self._device = wire.device
-        self._watchdog = Watchdog(PrefixStore("sherd", wire.store), self.rank, self.names, peers, self.options)
+        self.seal = wire.seal
+        place, seal = PrefixStore("sherd", wire.store), (wire.seal or Seal(b"")).derived("watchdog")
+        self._watchdog = Watchdog(place, seal, self.rank, self.names, peers, self.options, guard)
         take_part(self)
         # Called by close(), or when nobody holds this communicator any more, or at the end of the process.
-        self._leave = weakref.finalize(self, self._watchdog.close)
+        self._leave = weakref.finalize(self, _leave, os.getpid(), self._watchdog, self._lanes, wire)
 
     # ---------------------------------------------------------------- groups and life
 
@@ -142,27 +104,42 @@ class C10dCommunicator(Communicator):
         self._issue(Call("subgroup", f"subgroup({list(ranks)})"), 0, _no_steps).complete()
         if self.rank not in ranks or len(ranks) == 1:
             return SoloCommunicator(self.options) if self.rank in ranks else None
-        wire = self._wire.subgroup(ranks, backend_limit(self.options))
+        wire = self.watched(lambda: self._wire.subgroup(ranks, backend_limit(self.options)), ranks)
         options = self.options.replace(group=min(self.tree.group, len(ranks)))
         peers = self._peers.renumbered({r: i for i, r in enumerate(ranks)}) if self._peers else None
         return C10dCommunicator(wire, options, [self.names[r] for r in ranks], peers)
 
+    def watched(self, work: Callable[[], Wire], ranks: Sequence[int]) -> Wire:
+        """Do work that waits for `ranks` inside the backend, with an eye on them."""
+        aside = Aside(work, "sherd-subgroup")
+        with self._breaking():
+            self._watchdog.watch(aside.attempt, ranks)
+        return aside.result()
+
     def use_here(self) -> None:
         take_part(self)
+        self._watchdog.use_here()
 
     def fail(self, error: CommError) -> None:
         """Give up because of what happened elsewhere, and tell the other ranks."""
         if self._broken is None:
-            self._broken = str(error)
-            self._watchdog.report(_KINDS.get(type(error), "failed"), error)
+            self._break(str(error))
+            self._watchdog.report(error)
+
+    def _break(self, why: str, untold: CommError | None = None) -> None:
+        """Whatever is under way will not get through."""
+        self._untold, self._broken = untold, why
+        self._wire.fail()
 
     def _close(self, error: BaseException | None) -> None:
         if self._broken is None:
             self._broken = "it was closed"
             if error is not None:
-                self._watchdog.report("failed", CommError(f"{type(error).__name__}: {error}"))
-        self._lanes.clear()
+                self._wire.faulty = True
+                self._watchdog.report(CommError(f"{type(error).__name__}: {error}"))
+        self._in_exchanges = self._untold = None
         self._leave()
+        self._lanes.clear()
 
     def move_all(self) -> int:
         """Move on what takes several exchanges, without waiting; the number of operations that need it."""
@@ -176,7 +153,7 @@ class C10dCommunicator(Communicator):
         cut = target.numel()
         self._put_own(source, own)
         payload = (self.world - 1) * wire_bytes(cut, source, codec)
-        if self.options.order == "transport" and codec is None:
+        if self._backend_reduces(source, op, codec):
             return self._issue(call, payload, lambda: self._slices.backend_reduce_scatter(source, target, op))
         exchanges = 2 if self._slices.goes_in_pieces(source, cut, codec) else 1
         return self._issue(call, payload, lambda: self._slices.reduce(source, target, cut, op, codec), exchanges)
@@ -187,7 +164,7 @@ class C10dCommunicator(Communicator):
 
     def _all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
         numel, peers = source.numel(), self.world - 1
-        if self.options.order == "transport" and codec is None:
+        if self._backend_reduces(source, op, codec):
             payload = 2 * peers * wire_bytes(numel, source) // self.world
             return self._issue(call, payload, lambda: self._slices.backend_all_reduce(source, target, op))
         if one_phase(numel * source.element_size(), codec):
@@ -196,6 +173,11 @@ class C10dCommunicator(Communicator):
         cut = cut_for(numel, self.world, codec)
         payload = peers * (wire_bytes(cut, source, codec) + wire_bytes(cut, target, codec))
         return self._issue(call, payload, lambda: self._slices.reduce_and_gather(source, target, cut, op, codec), 2)
+
+    def _backend_reduces(self, source: Tensor, op: str, codec: Codec | None) -> bool:
+        if self.options.order != "transport" or codec is not None:
+            return False
+        return self._slices.backend_reduces(source.dtype, op)
 
     def _broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
         def steps() -> Steps:
@@ -222,7 +204,7 @@ class C10dCommunicator(Communicator):
     def _send(self, call: Call, source: Tensor, to: int) -> Handle:
         header = self._header(call)
 
-        def steps() -> Steps:
+        def steps() -> Iterator[Transfer]:
             if self.options.check:
                 yield self._wire.send(header, to)
             if source.numel():
@@ -233,11 +215,11 @@ class C10dCommunicator(Communicator):
     def _recv(self, call: Call, target: Tensor, source: int) -> Handle:
         header = self._header(call)
 
-        def steps() -> Steps:
+        def steps() -> Iterator[Transfer]:
             if self.options.check:
                 sent = torch.empty_like(header)
                 yield self._wire.recv(sent, source)
-                self._compare([(self.rank, header), (source, sent)])
+                self._compare([(self.rank, header), (source, sent)], aside=True)
             if target.numel():
                 yield self._wire.recv(as_bytes(target), source)
 
@@ -260,32 +242,50 @@ class C10dCommunicator(Communicator):
             self._in_exchanges = handle
         return handle
 
-    def _message(self, call: Call, payload: int, peer: int, steps: Callable[[], Steps]) -> Handle:
+    def _message(self, call: Call, payload: int, peer: int, steps: Callable[[], Iterator[Transfer]]) -> Handle:
         def watch(attempt: Callable[[float], bool]) -> None:
             def attempt_and_move(seconds: float) -> bool:
                 # The peer may be waiting for this rank's part of something else before it sends.
                 return attempt(MOVE_EVERY if move_everything() else seconds)
 
             with self._breaking():
-                self._watchdog.watch(attempt_and_move, [peer])
+                self._watchdog.watch(attempt_and_move, [peer], stance=stance)
+
+        def stance() -> Stance | None:
+            return self.stance(call.operation, count, text, peer) if self._wire.waits_for_recv else None
 
         lane = (call.operation, peer)
+        text = f"{call.text} at {site_text(self._site)}"
         self._check_usable()
         finished = self._begin(call, payload)
+        counts = self._messages[call.operation]
+        count = counts[peer] = counts.get(peer, 0) + 1
         if lane not in self._lanes:
             self._lanes[lane] = Lane(f"sherd-{call.operation}-{peer}")
         message = Message(steps(), watch, finished)
         self._lanes[lane].add(message)
         return message
 
+    def stance(self, kind: str, count: int, text: str, peer: int = -1) -> Stance:
+        """This rank waits for its `count`-th call of a kind; in a collective, for all ranks to come to it."""
+        sends, recvs = dict(self._messages["send"]), dict(self._messages["recv"])
+        return Stance(kind, peer, count, text, self._number, sends, recvs)
+
     def _check_usable(self) -> None:
+        if self._untold is not None:
+            error, self._untold = self._untold, None
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame
         if self._broken is not None:
             raise CommClosed(f"this communicator cannot be used any more: {self._broken}")
 
     def _begin(self, call: Call, payload: int) -> Callable[[], None]:
         self.counters.add(call.operation, payload, HEADER_BYTES * (self.world - 1) if self.options.check else 0)
         with self._breaking():
-            deed = self._watchdog.enter(self._number, f"{call.text} at {site_text(self._site)}")
+            message = call.operation in self._messages
+            deed = self._watchdog.enter(self._number, f"{call.text} at {site_text(self._site)}", message)
         return partial(self._watchdog.finish, deed)
 
     def _agree(self, call: Call) -> None:
@@ -294,23 +294,31 @@ class C10dCommunicator(Communicator):
             return
         header = self._header(call)
         headers = torch.empty(self.world * header.numel(), dtype=torch.uint8, device=self._device)
+        text = f"{call.text} at {site_text(self._site)}"
         with self._breaking():
-            self._watchdog.wait(self._wire.all_gather(headers, header))
+            work = self._wire.all_gather(headers, header)
+            self._watchdog.wait(work, lambda: self.stance(COLLECTIVE, self._number, text))
+        self._wire.met = True
         self._compare(list(enumerate(headers.view(self.world, -1))))
 
     def _header(self, call: Call) -> Tensor:
         text = f"{call.text} at {site_text(self._site)}".encode()[:503]
         return torch.frombuffer(bytearray(_HEADER.pack(call.fingerprint, text)), dtype=torch.uint8).to(self._device)
 
-    def _compare(self, headers: Sequence[tuple[int, Tensor]]) -> None:
+    def _compare(self, headers: Sequence[tuple[int, Tensor]], aside: bool = False) -> None:
+        """`aside`: on the thread of a message, whose rank may make other calls before it waits for that."""
         calls = [(rank, *_HEADER.unpack(bytes(header.tolist()))) for rank, header in headers]
         mine = next(fingerprint for rank, fingerprint, _ in calls if rank == self.rank)
         if all(fingerprint == mine for _, fingerprint, _ in calls):
             return
         sides = [f"{self.names[r]} called {text.rstrip(bytes(1)).decode(errors='replace')}" for r, _, text in calls]
         error = faults.diverged(self._number, sides, [rank for rank, *_ in calls])
-        self._broken = str(error)
-        raise self._watchdog.report("diverged", error)
+        self._break(str(error), Diverged(str(error), error.ranks) if aside else None)
+        self._watchdog.report(error)
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
@@ -318,20 +326,32 @@ class C10dCommunicator(Communicator):
         try:
             yield
         except CodecFailed as error:
-            self._broken = str(error)
-            self._watchdog.report("failed", error)
+            self._break(str(error))
+            self._watchdog.report(error)
             raise
         except CommError as error:
-            self._broken = str(error)
+            self._break(str(error))
             raise
         except RuntimeError as error:
             fault = self._watchdog.explain(error, range(self.world))
-            self._broken = str(fault)
-            raise fault from error
+            self._break(str(fault))
+            try:
+                raise fault from error
+            finally:
+                del fault  # its traceback holds this frame
         except BaseException as error:
-            self._broken = f"{type(error).__name__}: {error}"
-            self._watchdog.report("failed", CommError(self._broken))
+            words = f"{type(error).__name__}: {error}"
+            self._break(words)
+            self._watchdog.report(CommError(words))
             raise
+
+
+def _leave(pid: int, watchdog: Watchdog, lanes: dict[tuple[str, int], Lane], wire: Wire) -> None:
+    """Say goodbye and let everything go. A forked child, such as a worker of a DataLoader, has nothing to let go."""
+    if os.getpid() == pid:
+        close_lanes(list(lanes.values()), 0.0 if wire.faulty else LINGER, wire.break_off, COME_BACK)
+        watchdog.close()
+        wire.close()
 
 
 def _no_steps() -> Steps:

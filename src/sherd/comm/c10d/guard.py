@@ -18,6 +18,9 @@ from typing import Any
 
 from torch.distributed import Store, TCPStore
 
+from sherd.comm import network
+from sherd.errors import ConfigError
+
 GOODBYE = b"goodbye"
 EVERYONE = 128  # that may wait to hear it
 
@@ -29,28 +32,26 @@ class Guard:
     """
 
     def __init__(self, store: Store, watched: int | None, listens: bool) -> None:
-        self._server = _server_of(store)
+        self._server = server_of(store)
         self._listener = _listen(self._server) if listens and self._server else None
+        self.door = None if self._listener is None else _door(self._listener)
+        """Where this rank can be watched: an address, or "" for that of the store, and a port."""
         self._watched = watched
         self._address: Any = None  # of the watched rank, as the socket module wants it, and its family
         self._connection: socket.socket | None = None
         self._met = False  # whether it was ever reached
         self._ended = False
+        self.refused = False
+        """Whether the watched rank was never reached: it has ended before, or something on the way refuses for it."""
         self.seeks = watched  # the rank whose door it has to be told
-
-    @property
-    def door(self) -> tuple[str, int] | None:
-        """Where this rank can be watched: an address, or "" for that of the store, and a port."""
-        if self._listener is None:
-            return None
-        address, port = self._listener.getsockname()[:2]
-        return "" if ipaddress.ip_address(address).is_unspecified else address, port
 
     def watch(self, door: tuple[str, int] | None) -> None:
         """Begin to watch the process behind `door`, if it has one."""
         self.seeks = None
         if door is not None:
-            with contextlib.suppress(OSError, UnicodeError):
+            with contextlib.suppress(
+                OSError, UnicodeError, TypeError, LookupError
+            ):  # anything may have been left there
                 where = door[0] or self._server, door[1]
                 family, _, _, _, address = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0]
                 self._address = family, address
@@ -81,7 +82,7 @@ class Guard:
             self._met = True
             self._call()
         elif why == errno.ECONNREFUSED:
-            self._ended = self._met
+            self._ended, self.refused = self._met, not self._met
 
     def _call(self) -> None:
         family, address = self._address
@@ -107,30 +108,39 @@ class Guard:
             self._connection = None
 
 
+def _door(listener: socket.socket) -> tuple[str, int]:
+    address, port = listener.getsockname()[:2]
+    return "" if ipaddress.ip_address(address).is_unspecified else address, port
+
+
 def _listen(server: str) -> socket.socket | None:
-    """At this host's address on the way to `server`, which other hosts can reach as well."""
+    """At this host's address on the interface that was chosen, or else on the way to `server`, which other hosts can
+    reach as well."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(server, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as way:
-            way.connect(address)  # sends nothing
-            mine = way.getsockname()[0]
-        if ipaddress.ip_address(mine).is_loopback:  # the server is here, and others know where
+        chosen = network.chosen()
+        mine = chosen.address if chosen else network.way_to(server)["address"]
+        if not chosen and network.is_loopback(mine):  # the server is here, and others know where
             mine = ""
+        family = socket.AF_INET6 if ":" in mine else socket.AF_INET
         listener = socket.create_server((mine, 0), family=family, backlog=EVERYONE)
-    except (OSError, UnicodeError, ValueError):
+    except (OSError, ConfigError):
         return None
     listener.setblocking(False)
     _listeners.add(listener)
     return listener
 
 
-def _server_of(store: Store) -> str | None:
-    """Where the store is served, which every host can reach."""
-    while not isinstance(store, TCPStore):
-        if not hasattr(store, "underlying_store"):
-            return None
+def root_of(store: Store) -> Store:
+    """The store in which another one is a part, by its prefix."""
+    while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    host: str = store.host
+    return store
+
+
+def server_of(store: Store) -> str | None:
+    """Where a store is served, which every host can reach."""
+    root = root_of(store)
+    host: str | None = root.host if isinstance(root, TCPStore) else None
     return host
 
 

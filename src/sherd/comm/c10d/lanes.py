@@ -12,13 +12,16 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from sherd.comm.handle import Handle
+from sherd.errors import CommClosed
+
+T = TypeVar("T")
 
 AT_EXIT = 1.0  # seconds
 
@@ -32,7 +35,7 @@ class Waitable(Protocol):
 class Message(Handle):
     """A send or receive on its lane. `watch` waits for it with an eye on the peers."""
 
-    __slots__ = ("_finished", "_first", "_steps", "_watch", "error", "over")
+    __slots__ = ("_failure", "_finished", "_first", "_steps", "_watch", "error", "over")
 
     def __init__(
         self, steps: Iterator[Waitable], watch: Callable[[Callable[[float], bool]], None], finished: Callable[[], None]
@@ -43,6 +46,7 @@ class Message(Handle):
         self.over = threading.Event()
         self._first: Waitable | None = None
         self.error: BaseException | None = None
+        self._failure: str | None = None  # what it said, once somebody was told
         self.result = None
 
     def start(self) -> None:
@@ -52,9 +56,10 @@ class Message(Handle):
 
     def run(self) -> None:
         """The rest of it, on the lane's thread, which then has to say that it is `over`."""
+        first, self._first = self._first, None
         with self._failing():
-            if self._first is not None:
-                self._first.wait()
+            if first is not None:
+                first.wait()
             for work in self._steps:
                 work.wait()
 
@@ -64,7 +69,7 @@ class Message(Handle):
         try:
             yield
         except BaseException as error:
-            self.error = error
+            self.error = error.with_traceback(None)  # which would hold the backend's work
 
     def wait(self) -> Tensor:
         self._watch(self._attempt)
@@ -77,9 +82,46 @@ class Message(Handle):
 
     def _attempt(self, seconds: float) -> bool:
         over = self.over.wait(seconds)
+        if over and self._failure is not None:
+            raise CommClosed(self._failure)
         if over and self.error is not None:
-            raise self.error
+            error, self.error = self.error, None
+            self._failure = f"this message has failed before: {error}"
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame
         return over
+
+
+class Aside(Generic[T]):
+    """Work that waits in the backend, where nobody would notice that it is in vain: on a thread of its own, which is
+    left behind then."""
+
+    def __init__(self, work: Callable[[], T], name: str) -> None:
+        self._work = work
+        self._made: list[T] = []
+        self._error: BaseException | None = None
+        self._over = threading.Event()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def attempt(self, seconds: float) -> bool:
+        """Whether it is done, after at most some seconds. Raises what it raised."""
+        over = self._over.wait(seconds)
+        if over and self._error is not None:
+            raise self._error
+        return over
+
+    def result(self) -> T:
+        """What it gave."""
+        return self._made.pop()
+
+    def _run(self) -> None:
+        with inside_the_backend(self._over):
+            try:
+                self._made.append(self._work())
+            except BaseException as error:  # it belongs to the rank
+                self._error = error
 
 
 class Lane:
@@ -88,22 +130,48 @@ class Lane:
     def __init__(self, name: str) -> None:
         messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self.add = messages.put
-        self.close = weakref.finalize(self, messages.put, None)
+        self.close = weakref.finalize(self, messages.put, None)  # once what is on it is through
+        self.ended = threading.Event()
         # A daemon: a message that never comes must not keep a process from ending.
-        threading.Thread(target=_run, args=(messages,), name=name, daemon=True).start()
+        self.thread = threading.Thread(target=_run, args=(messages, self.ended), name=name, daemon=True)
+        self.thread.start()
+
+
+def close_lanes(lanes: Sequence[Lane], seconds: float, break_off: Callable[[], None], at_most: float) -> None:
+    """Let what is on the lanes get through, for some seconds; then `break_off` wakes what is left of it, `at_most` so
+    long."""
+    for lane in lanes:
+        lane.close()
+    if not _have_ended(lanes, seconds):
+        break_off()
+        _have_ended(lanes, at_most)
+
+
+def _have_ended(lanes: Sequence[Lane], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    others = [lane for lane in lanes if lane.thread is not threading.current_thread()]  # which may hold the last of it
+    return all(lane.ended.wait(max(deadline - time.monotonic(), 0)) for lane in others)
 
 
 _in_the_backend: set[threading.Event] = set()
+"""Each is set when a thread has come back from there."""
 
 
-def _run(messages: queue.SimpleQueue[Message | None]) -> None:
+def _run(messages: queue.SimpleQueue[Message | None], ended: threading.Event) -> None:
     while (message := messages.get()) is not None:
-        over = message.over
-        _in_the_backend.add(over)
-        message.run()
-        _in_the_backend.discard(over)
-        del message  # first: once its rank hears of it, nobody but that holds what it holds
-        over.set()
+        with inside_the_backend(message.over):
+            message.run()
+            del message  # first: once its rank hears of it, nobody but that holds what it holds
+    ended.set()
+
+
+@contextmanager
+def inside_the_backend(over: threading.Event) -> Iterator[None]:
+    """For a thread that nobody waits for, while it is in the backend; then it is `over`."""
+    _in_the_backend.add(over)
+    yield
+    _in_the_backend.discard(over)
+    over.set()
 
 
 @atexit.register

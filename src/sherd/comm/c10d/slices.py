@@ -31,6 +31,16 @@ _REDUCE = {
     "xor": dist.ReduceOp.BXOR,
 }
 
+# What gloo gets right, found by trying all. For the rest it has no kernel, which breaks the group, or it adds the bytes
+# of bools.
+_FLOATS = ("sum", "mean", "max", "min", "product")
+_WHOLE = ("sum", "max", "min", "product", "and", "or", "xor")
+_BACKEND_REDUCES = {
+    **dict.fromkeys((torch.float64, torch.float32, torch.float16, torch.bfloat16), _FLOATS),
+    **dict.fromkeys((torch.int64, torch.int32, torch.int8, torch.uint8), _WHOLE),
+    **dict.fromkeys((torch.complex64, torch.complex128), ("sum", "mean")),
+}
+
 
 class Slices:
     """Moves and reduces slices between the ranks of a group. A tensor is cut into one slice of `cut` elements per rank;
@@ -93,6 +103,10 @@ class Slices:
             yield from self._gather_in_pieces(mine, target, cut)
 
     # ---------------------------------------------------------------- in the backend's own order
+
+    def backend_reduces(self, dtype: torch.dtype, op: str) -> bool:
+        """Whether the backend can."""
+        return op in _BACKEND_REDUCES.get(dtype, ())
 
     def backend_reduce_scatter(self, source: Tensor, target: Tensor, op: str) -> Steps:
         reduced = target if target.dtype == source.dtype else torch.empty_like(source[: target.numel()])

@@ -2,14 +2,20 @@
 
 Its own methods are called, not the functions of torch.distributed: those know only groups that are registered, and
 cost some microseconds more for each call.
+
+A gloo group of our own has no timeout once it is connected: gloo's clock runs while a job is paused, and what it names
+is nobody. Who waits decides when to give up, and then breaks the connections.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -25,30 +31,126 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-# A forked process has the groups of the rank that it comes from, but not their threads: whose end they would wait for
-# if they were collected there.
+from sherd.comm.c10d.lanes import inside_the_backend
+from sherd.comm.c10d.sockets import Connections
+from sherd.comm.closed import CLOSED
+from sherd.comm.network import Interface, told
+from sherd.comm.seal import Seal
+from sherd.comm.sealed_store import SealedStore
+
+CONNECTED = "connected"  # the key under which the store counts the ranks whose group is
+FOREVER = timedelta(days=3650)  # in nanoseconds, still far from what 63 bits hold
+LINGER = 0.2  # seconds that what is under way has to get through after a communicator is closed
+COME_BACK = 1.0  # seconds for the backend to notice that its connections are broken
+ALL_COME = 2.0  # seconds for the others to be connected as well, before a group that was never used is dropped
+ALL_KNOW = 10.0  # seconds after a fault, when nobody takes a broken connection for what went wrong
+
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
-_inherited: list[Any] = []
-os.register_at_fork(after_in_child=lambda: _inherited.extend(_groups))
+
+
+def keep_in_forks(group: Any) -> None:
+    """A forked process has the groups of the rank that it comes from, but not their threads, for whose end they would
+    wait if they were collected there: they never are, not even when it ends."""
+    _groups.add(group)
+
+
+def _keep_for_ever() -> None:
+    for group in _groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_keep_for_ever)
 
 NewGroup = Callable[[Sequence[int], timedelta], "Wire"]
 """new_group(ranks, timeout): a wire among some of the ranks; all of these call it."""
 
 
-@dataclass(frozen=True)
+class Transfer:
+    """A message under way."""
+
+    def __init__(self, work: dist.Work, limit: timedelta | None) -> None:
+        self._work = work
+        self._limit = limit
+
+    def wait(self) -> None:
+        if self._limit is None:
+            self._work.wait()
+        else:
+            self._work.wait(self._limit)  # messages have the timeout of the group's connecting otherwise
+
+
 class Wire:
     """A process group that nobody else uses, and the store of its ranks. Every operation is asynchronous."""
 
-    group: Any  # a ProcessGroup or a Backend of torch: they have the same methods
-    rank: int
-    world: int
-    store: Store
-    device: torch.device
-    world_ranks: Sequence[int]  # for messages
-    subgroup: NewGroup
+    def __init__(
+        self,
+        group: Any,  # a ProcessGroup or a Backend of torch: they have the same methods
+        rank: int,
+        store: Store,
+        device: torch.device,
+        world_ranks: Sequence[int],  # for messages
+        subgroup: NewGroup,
+        connections: Connections | None = None,
+        seal: Seal | None = None,  # a secret of these ranks
+        kept: object = None,  # what the group uses without holding it
+    ) -> None:
+        self.group = group
+        self.seal = seal
+        self._kept = kept
+        self.rank = rank
+        self.world = len(world_ranks)
+        self.store = store
+        self.device = device
+        self.world_ranks = world_ranks
+        self.subgroup = subgroup
+        self.met = False  # a collective was complete, hence everyone is connected
+        self.faulty = False
+        self._timer: threading.Timer | None = None
+        self._connections = connections  # None where torch.distributed owns the group
+        self._limit = None if connections is None else FOREVER
+        self.waits_for_recv = connections is not None  # gloo sends nothing, however small, before somebody receives
+        keep_in_forks(group)
 
-    def __post_init__(self) -> None:
-        _groups.add(self.group)
+    def fail(self) -> None:
+        """What is under way will not get through. It is woken when the other ranks have their own errors, so that a
+        communicator that nobody closes is not held by its own threads."""
+        if not self.faulty and self._connections is not None:
+            self._timer = threading.Timer(ALL_KNOW, self._connections.shut_down)
+            self._timer.daemon = True
+            self._timer.start()
+        self.faulty = True
+
+    def close(self) -> None:
+        """Let the group go, with its threads and sockets. What is under way has a moment to get through, or none
+        after a fault."""
+        if self.group is CLOSED:
+            return
+        held, self.group = [self.group], CLOSED
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._connections is None:
+            dist.destroy_process_group(held[0])
+            return
+        # The group waits in its destructor until its threads are through.
+        gone = threading.Event()
+        waits_for = None if self.met or self.faulty else self.store
+        first = self.break_off if self.faulty else None  # on the thread: who has an error to raise does not wait for it
+        try:
+            arguments = (held, gone, waits_for, self.world, first)
+            threading.Thread(target=_drop, args=arguments, name="sherd-closing", daemon=True).start()
+        except RuntimeError:  # the interpreter is about to end, and has no more threads
+            self.break_off()
+            _drop(held, gone)
+        if self.faulty:
+            gone.wait(LINGER)
+        elif not gone.wait(LINGER + (0.0 if waits_for is None else ALL_COME)):
+            self.break_off()
+            gone.wait(COME_BACK)
+
+    def break_off(self) -> None:
+        """Wake whatever waits in the backend: it gets an error."""
+        if self._connections is not None:
+            self._connections.shut_down()
 
     def all_gather(self, output: Tensor, input: Tensor) -> dist.Work:
         options = AllgatherOptions()
@@ -82,16 +184,33 @@ class Wire:
         work: dist.Work = self.group._reduce_scatter_base(output, input, options)
         return work
 
-    def send(self, tensor: Tensor, to: int, tag: int = 0) -> dist.Work:
-        work: dist.Work = self.group.send([tensor], to, tag)
-        return work
+    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Transfer:
+        return Transfer(self.group.send([tensor], to, tag), self._limit)
 
-    def recv(self, tensor: Tensor, source: int, tag: int = 0) -> dist.Work:
-        work: dist.Work = self.group.recv([tensor], source, tag)
-        return work
+    def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Transfer:
+        return Transfer(self.group.recv([tensor], source, tag), self._limit)
 
 
-def over_group(group: dist.ProcessGroup, store: Store | None = None) -> Wire:
+def _drop(
+    held: list[Any],
+    gone: threading.Event,
+    store: Store | None = None,
+    world: int = 0,
+    first: Callable[[], None] | None = None,
+) -> None:
+    """Drop a group: with a store, when everyone is connected, as those that are not would get an error."""
+    with inside_the_backend(gone):
+        if first is not None:
+            first()
+        if store is not None:
+            deadline = time.monotonic() + ALL_COME
+            with contextlib.suppress(RuntimeError):
+                while store.add(CONNECTED, 0) < world and time.monotonic() < deadline:
+                    time.sleep(0.005)
+        held.clear()
+
+
+def over_group(group: dist.ProcessGroup, store: Store | None = None, seal: Seal | None = None) -> Wire:
     """Over a group that torch.distributed has registered. `store` is where its ranks meet, by default the group's own,
     which torch gives to another group of the same name after it was destroyed."""
     ranks = dist.get_process_group_ranks(group)
@@ -99,28 +218,47 @@ def over_group(group: dist.ProcessGroup, store: Store | None = None) -> Wire:
 
     def subgroup(members: Sequence[int], timeout: timedelta) -> Wire:
         world_ranks = [ranks[r] for r in members]
-        some = dist.new_group(world_ranks, timeout, use_local_synchronization=True, backend=backend_of())
-        return over_group(some, PrefixStore(some.group_name, place))
+        some = dist.new_group(world_ranks, timeout, use_local_synchronization=True)
+        return over_group(some, PrefixStore(some.group_name, place), seal and seal.derived(some.group_name))
 
     device = torch.device("cpu" if "gloo" in dist.get_backend_config(group) else "cuda")
-    return Wire(group, dist.get_rank(group), len(ranks), place, device, ranks, subgroup)
+    return Wire(group, dist.get_rank(group), place, device, ranks, subgroup, seal=seal)
 
 
-def over_gloo(store: Store, rank: int, world_ranks: Sequence[int], timeout: timedelta) -> Wire:
-    """Over a gloo group of its own, which torch.distributed does not know. Collective among `world_ranks`."""
+def over_gloo(
+    store: Store,
+    rank: int,
+    world_ranks: Sequence[int],
+    timeout: timedelta,
+    seal: Seal | None = None,
+    interface: Interface | None = None,
+) -> Wire:
+    """Over a gloo group of its own, which torch.distributed does not know. Collective among `world_ranks`, which have
+    `timeout` to come. With a `seal`, gloo believes only what they write into the store."""
     made: dict[tuple[int, ...], int] = {}
 
     def subgroup(members: Sequence[int], limit: timedelta) -> Wire:
         key = tuple(members)
         made[key] = made.get(key, 0) + 1
-        place = PrefixStore(f"{'-'.join(map(str, members))}/{made[key]}", store)
-        return over_gloo(place, key.index(rank), [world_ranks[r] for r in members], limit)
+        name = f"{'-'.join(map(str, members))}/{made[key]}"
+        place, its = PrefixStore(name, store), seal and seal.derived(name)
+        return over_gloo(place, key.index(rank), [world_ranks[r] for r in members], limit, its, interface)
 
     world = len(world_ranks)
-    group = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world, timeout=timeout)
-    return Wire(group, rank, world, store, torch.device("cpu"), world_ranks, subgroup)
+    connections = Connections()
+    believed = store if seal is None else SealedStore(store, seal)
+    with told(interface), connections.opened_here(world - 1):
+        group = dist.ProcessGroupGloo(PrefixStore("gloo", believed), rank, world, timeout=timeout)
+    group.set_timeout(FOREVER)
+    store.add(CONNECTED, 1)
+    return Wire(group, rank, store, torch.device("cpu"), world_ranks, subgroup, connections, seal, believed)
 
 
-def backend_of() -> str | None:
-    """The backend for new groups: torch's default, unless that is sherd's own, which stands on these."""
-    return "gloo" if dist.get_backend() == "sherd" else None
+def uses_gloo() -> bool:
+    """Whether torch's default backend would move all data of this machine over gloo, or is sherd's own, which stands on
+    that."""
+    if dist.get_backend() == "sherd":
+        return True
+    backends = dict(pair.split(":") for pair in str(dist.get_backend_config()).split(","))
+    beside = {backend for device, backend in backends.items() if device != "cpu"} - {"gloo"}
+    return backends.get("cpu") == "gloo" and (not beside or not torch.accelerator.is_available())

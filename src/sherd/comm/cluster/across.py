@@ -16,15 +16,15 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sherd.comm.c10d.slices import EXCHANGE_BYTES, as_bytes
-from sherd.comm.c10d.wire import Wire
+from sherd.comm.c10d.wire import Transfer, Wire
 from sherd.comm.cluster.spares import Spares
 from sherd.comm.codec import Codec, decoded, encode
 from sherd.comm.faults import LinkBroken
 from sherd.comm.summation import SummationTree, combine
+from sherd.errors import CommError
 
 TAGS = 2
 """How many an operation has: the pieces of a large exchange take turns."""
@@ -33,7 +33,7 @@ TAGS = 2
 class Link:
     """A message under way to or from rank `peer`."""
 
-    def __init__(self, start: Callable[[], dist.Work], peer: int, waited_for: set[int]) -> None:
+    def __init__(self, start: Callable[[], Transfer], peer: int, waited_for: set[int]) -> None:
         self._peer = peer
         self._waited_for = waited_for
         try:
@@ -69,6 +69,10 @@ class Column:
     def waiting_for(self) -> list[int]:
         """The rank whose message the lane waits for."""
         return list(self.waited_for)
+
+    def fail(self, error: CommError) -> None:
+        """Nothing that is under way gets through any more."""
+        self.wire.fail()
 
 
 class Across:
@@ -140,10 +144,10 @@ class Across:
     def _start(self, give: Sequence[Tensor], take: Sequence[Tensor], tag: int = 0) -> list[Link]:
         wire, ranks, waited_for = self._column.wire, self._column.ranks, self._column.waited_for
 
-        def receive(h: int) -> dist.Work:
+        def receive(h: int) -> Transfer:
             return wire.recv(as_bytes(take[h]), h, self._tag + tag)
 
-        def send(h: int) -> dist.Work:
+        def send(h: int) -> Transfer:
             return wire.send(as_bytes(give[h]), h, self._tag + tag)
 
         received = [h for h in self._others if take[h].numel()]

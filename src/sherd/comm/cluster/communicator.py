@@ -7,7 +7,9 @@ inside the host; partial sums cross as they are, as they would otherwise be roun
 
 from __future__ import annotations
 
+import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -16,18 +18,19 @@ from torch import Tensor
 
 from sherd.comm.base import Backing, Communicator
 from sherd.comm.c10d.communicator import HEADER_BYTES, C10dCommunicator, backend_limit
-from sherd.comm.c10d.lanes import Lane, Message
-from sherd.comm.c10d.wire import Wire
-from sherd.comm.calls import Call, Site, call_site
+from sherd.comm.c10d.lanes import Lane, Message, close_lanes
+from sherd.comm.c10d.wire import COME_BACK, LINGER, Wire
+from sherd.comm.calls import Call, Site, call_site, site_text
 from sherd.comm.cluster.across import TAGS, Across, Column, Steps
-from sherd.comm.cluster.pipeline import ALL, ClusterOperation, Phase, Pipeline
+from sherd.comm.cluster.pipeline import ALL, ClusterOperation, Phase, Pipeline, ToldMessage
 from sherd.comm.cluster.spares import Spares
 from sherd.comm.cluster.trouble import Trouble
 from sherd.comm.codec import Codec, wire_bytes
+from sherd.comm.deadlock import COLLECTIVE, Stance
 from sherd.comm.faults import LinkBroken
 from sherd.comm.handle import Handle
 from sherd.comm.host.communicator import HostCommunicator
-from sherd.comm.host.rendezvous import Link
+from sherd.comm.host.rendezvous import Check, Link
 from sherd.comm.progress import move_everything, take_part
 from sherd.comm.solo import SoloCommunicator
 from sherd.comm.summation import cut_for, one_phase
@@ -41,6 +44,7 @@ PATIENCE = 1.25
 MOVE_EVERY = 0.001  # seconds between looks while a neighbour may need this rank for something else
 _EMPTY = torch.empty(0)
 Inside = HostCommunicator | SoloCommunicator
+During = Callable[[Callable[[], Wire]], Wire]
 
 
 class ClusterCommunicator(Communicator):
@@ -58,23 +62,34 @@ class ClusterCommunicator(Communicator):
         self, flat: C10dCommunicator, inside: Inside, again: Inside, column: Wire, options: CommOptions
     ) -> None:
         super().__init__(flat.rank, flat.world, options)
-        self.names, self.turn = flat.names, flat.turn
+        self.names, self.turn, self.seal = flat.names, flat.turn, flat.seal
         self._flat, self._inside, self._again = flat, inside, again
         self._locals = inside.world
         self._spares = Spares()
         self._column = Column(column, range(inside.rank, self.world, inside.world), self._spares)
         self._hosts, self._mine = self._column.hosts, self._column.mine
         self._lane = Lane("sherd-across")
-        self._trouble = Trouble([flat, *(part for part in (inside, again) if isinstance(part, HostCommunicator))])
+        hosts = [part for part in (inside, again) if isinstance(part, HostCommunicator)]
+        self._trouble = Trouble([flat, *hosts, self._column])
         self._pipeline = Pipeline(self._trouble, self.turn)
         self._number = 0
+        # Called by close(), or when nobody holds this communicator any more, or at the end of the process.
+        self._leave = weakref.finalize(self, _leave, os.getpid(), self._lane, column)
 
     @classmethod
-    def over(cls, flat: C10dCommunicator, link: Link, options: CommOptions) -> ClusterCommunicator:
-        """Join the ranks of `flat`, of which `link` joins those of this host. Collective."""
+    def over(
+        cls,
+        flat: C10dCommunicator,
+        link: Link,
+        options: CommOptions,
+        during: During = lambda work: work(),
+        check: Check = lambda: None,
+    ) -> ClusterCommunicator:
+        """Join the ranks of `flat`, of which `link` joins those of this host. Collective. `during` does what waits for
+        ranks of other hosts."""
         local = len(link.members)
         host, place = divmod(flat.rank, local)
-        column = flat._wire.subgroup(range(place, flat.world, local), backend_limit(options))
+        column = during(lambda: flat._wire.subgroup(range(place, flat.world, local), backend_limit(options)))
         inside: Inside = SoloCommunicator(options)
         again: Inside = SoloCommunicator(options)
         if local > 1:
@@ -82,8 +97,8 @@ class ClusterCommunicator(Communicator):
             # Who waits for a neighbour that waits for another host must not be the first to give up: it would name the
             # neighbour, and then hears of the host.
             patient = options.replace(timeout=PATIENCE * options.timeout, warn_after=options.warn_seconds)
-            inside = HostCommunicator(link, patient, numbers=numbers, turn=flat.turn)
-            again = HostCommunicator(link, patient, inside, numbers, flat.turn)
+            inside = HostCommunicator(link, patient, numbers=numbers, turn=flat.turn, check=check)
+            again = HostCommunicator(link, patient, inside, numbers, flat.turn, check)
         return cls(flat, inside, again, column, options)
 
     # ---------------------------------------------------------------- groups, memory and life
@@ -118,7 +133,8 @@ class ClusterCommunicator(Communicator):
                 flat = self._flat.subgroup(ranks)
                 if whole and isinstance(flat, C10dCommunicator) and isinstance(self._inside, HostCommunicator):
                     link = self._inside.meet(range(self._locals), self.options)
-                    return ClusterCommunicator.over(flat, link, self.options)
+                    during = partial(flat.watched, ranks=range(flat.world))
+                    return ClusterCommunicator.over(flat, link, self.options, during)
                 return flat
             return self._inside.subgroup([r % self._locals for r in ranks]) if hosts == {self._mine} else None
 
@@ -130,6 +146,9 @@ class ClusterCommunicator(Communicator):
     def _close(self, error: BaseException | None) -> None:
         self._trouble.close()
         self._pipeline.abandon()
+        if error is not None:
+            self._column.wire.faulty = True
+        self._leave()
         for part in (self._flat, self._inside, self._again):
             part.close(error)
 
@@ -337,7 +356,13 @@ class ClusterCommunicator(Communicator):
                 return True
 
             with self._flat._breaking():
-                self._flat._watchdog.watch(attempt_and_move, self._column.ranks, self._column.waiting_for)
+                watch = self._flat._watchdog.watch
+                watch(attempt_and_move, self._column.ranks, self._column.waiting_for, stance)
+
+        def stance() -> Stance | None:
+            # With headers, every host's ranks must all have come before anybody is through.
+            text = f"{call.text} at {site_text(site)}"
+            return self._flat.stance(COLLECTIVE, number, text) if header is not None else None
 
         message = Message(steps(), watch, lambda: None)
         message.result = _EMPTY
@@ -349,6 +374,7 @@ class ClusterCommunicator(Communicator):
         """The ranks of this column make the same call, or all of them get an error."""
         headers = [header if h == self._mine else torch.empty_like(header) for h in range(self._hosts)]
         yield from Across(self._column, HEADER_TAG).swap([header] * self._hosts, headers)
+        self._column.wire.met = True
         if not all(torch.equal(header[:FINGERPRINT_BYTES], other[:FINGERPRINT_BYTES]) for other in headers):
             self._flat._compare(list(zip(self._column.ranks, headers, strict=True)))
 
@@ -367,7 +393,15 @@ class ClusterCommunicator(Communicator):
         part._site = self._site
         self.counters.add(call.operation, payload, 0)
         with self._pipeline.failing():
-            return part._send(call, tensor, peer) if call.operation == "send" else part._recv(call, tensor, peer)
+            start = part._send if call.operation == "send" else part._recv
+            return ToldMessage(start(call, tensor, peer), self._pipeline)
+
+
+def _leave(pid: int, lane: Lane, column: Wire) -> None:
+    """Let go of the column. The parts of the communicator do the same for themselves, and say goodbye."""
+    if os.getpid() == pid:
+        close_lanes([lane], 0.0 if column.faulty else LINGER, column.break_off, COME_BACK)
+        column.close()
 
 
 def _tag(call: Call, number: int) -> int:

@@ -68,6 +68,26 @@ class ClusterOperation(Handle):
         self._pipeline.complete(self, self._reading)
 
 
+class ToldMessage(Handle):
+    """A message through one part of a cluster: if it fails, the ranks that wait in another part hear of it."""
+
+    __slots__ = ("_inner", "_pipeline")
+
+    def __init__(self, inner: Handle, pipeline: Pipeline) -> None:
+        self._inner = inner
+        self._pipeline = pipeline
+        self.result = None
+
+    def wait(self) -> Tensor:
+        self._inner.result = self.result
+        with self._pipeline.failing():
+            return self._inner.wait()
+
+    def done(self) -> bool:
+        with self._pipeline.failing():
+            return self._inner.done()
+
+
 class Pipeline:
     """The operations of one rank that are under way."""
 

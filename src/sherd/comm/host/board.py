@@ -55,7 +55,7 @@ class Board:
         self._segment = segment
         self._memory = segment.memory
         self.words = segment.words()
-        flags, channels, states, sleepers, headers, texts, last_words, _ = _offsets(world)
+        flags, channels, states, sleepers, headers, texts, last_words, stances, _ = _offsets(world)
         self.posted = [(flags + 128 * r) // 8 for r in range(world)]
         self.done = [(flags + 128 * r + 64) // 8 for r in range(world)]
         self._flags, self._channels = flags, channels
@@ -65,6 +65,7 @@ class Board:
         self._nobody = bytes(world)
         self._texts, self._last_words = texts, last_words
         self.headers = [(headers >> 3) + r * HEADERS * HEADER_WORDS for r in range(world)]
+        self.stances = [(stances >> 3) + r * _stance_words(world) for r in range(world)]
         self._numbers: dict[tuple[int, Site], int] = {}
 
     @staticmethod
@@ -87,6 +88,12 @@ class Board:
             return (8 * index - self._flags) // 128
         pair, within = divmod(8 * index - self._channels, 128)
         return pair % self.world if within else pair // self.world
+
+    def purpose(self, index: int) -> tuple[int, int]:
+        """What this rank waits for at a flag: 0 a collective, 1 to receive or 2 to send; and the peer of a message."""
+        if 8 * index < self._channels:
+            return 0, 0
+        return (1 if index == self.sent(self.writer(index), self.rank) else 2), self.writer(index)
 
     def raise_flag(self, index: int, value: int) -> None:
         """Store a word of this rank's own and wake whoever sleeps on it."""
@@ -112,7 +119,7 @@ class Board:
         """Announce this rank's contribution: where it is lent (segment -1: nowhere) and its first staging chunk."""
         number = self._numbers.get((call.fingerprint, site))
         if number is None:
-            number = self._write_text(call, site)
+            number = self.text_number(call, site)
         where = 8 * self.header_word(self.rank, operation)
         segment, offset = lent
         _HEADER.pack_into(
@@ -145,11 +152,23 @@ class Board:
         """What `rank` last did, for errors about somebody who is waited for."""
         reached, finished = self.words[self.posted[rank]], self.words[self.done[rank]]
         operation = reached >> CHUNK_BITS
+        _, kind, _, _, _, text, since, in_force = self.words[self.stances[rank] : self.stances[rank] + 8]
+        if in_force and kind:
+            return f"is in {self.text(text, rank)} (made {(time.monotonic_ns() - since) / 1e9:.1f} s ago)"
         if operation == 0:
-            return "has made no call yet"
+            return (
+                "has sent or received, and made no other call yet" if self._messages(rank) else "has made no call yet"
+            )
         seconds = (time.monotonic_ns() - self.words[self.header_word(rank, operation) + 5]) / 1e9
         verb = "last finished" if finished >= reached else "is in"
         return f"{verb} {self.call_text(rank, operation)} (call {operation}, made {seconds:.1f} s ago)"
+
+    def note_messages(self) -> None:
+        """This rank sends or receives."""
+        self.words[self.stances[self.rank] + _stance_words(self.world) - 1] = 1
+
+    def _messages(self, rank: int) -> bool:
+        return self.words[self.stances[rank] + _stance_words(self.world) - 1] != 0
 
     def leave_word(self, state: State, text: str) -> None:
         """Tell the others what has become of this rank. The first word stands."""
@@ -172,6 +191,11 @@ class Board:
         start = self._last_words + rank * _WORDS_BYTES
         return bytes(self._memory[start : start + _WORDS_BYTES]).rstrip(b"\0").decode(errors="replace")
 
+    def text_number(self, call: Call, site: Site) -> int:
+        """The number of the words for a call, which are written if they are not there."""
+        number = self._numbers.get((call.fingerprint, site))
+        return self._write_text(call, site) if number is None else number
+
     def _write_text(self, call: Call, site: Site) -> int:
         number = len(self._numbers) % _TEXTS
         if number == 0:
@@ -186,8 +210,14 @@ class Board:
         return self._texts + (rank * _TEXTS + number) * _TEXT_BYTES
 
 
+def _stance_words(world: int) -> int:
+    """Of the line that `stances` writes for each rank, with a word at its end for `note_messages`."""
+    return round_up(9 + 2 * world, _LINE_WORDS)
+
+
 def _offsets(world: int) -> tuple[int, ...]:
-    """Byte offsets of flags, channel flags, states, sleepers, headers, texts and last words, and the size of all."""
+    """Byte offsets of flags, channel flags, states, sleepers, headers, texts, last words and stances, and the size of
+    all."""
     sizes = [
         world * 128,
         world * world * 128,
@@ -196,6 +226,7 @@ def _offsets(world: int) -> tuple[int, ...]:
         world * HEADERS * 8 * HEADER_WORDS,
         world * _TEXTS * _TEXT_BYTES,
         world * _WORDS_BYTES,
+        world * 8 * _stance_words(world),
     ]
     return tuple(sum(sizes[:i]) for i in range(len(sizes) + 1))
 

@@ -74,6 +74,7 @@ class Channels:
         self._numbers = numbers
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._texts: dict[tuple[Call, Site], bytes] = {}
+        self._used = False
         me, world = board.rank, board.world
         self._out = [self._end(me, r) for r in range(world)]
         self._in = [self._end(r, me) for r in range(world)]
@@ -82,7 +83,14 @@ class Channels:
     def nbytes(world: int) -> int:
         return world * world * _CHANNEL_BYTES
 
+    def made(self) -> tuple[int, list[int], list[int]]:
+        """The calls of this rank so far: its last collective, and its messages to and from every rank."""
+        last = self._scheduler.last_collective()
+        return last, [end.messages for end in self._out], [end.messages for end in self._in]
+
     def send(self, call: Call, site: Site, source: Tensor, to: int) -> Handle:
+        if not self._used:
+            self._note()
         end = self._out[to]
         if self._fits_now(end, source):
             end.messages += 1
@@ -94,6 +102,8 @@ class Channels:
         return self._scheduler.issue_message(o, end.queue)
 
     def recv(self, call: Call, site: Site, target: Tensor, source: int) -> Handle:
+        if not self._used:
+            self._note()
         end = self._in[source]
         if target.numel() * target.element_size() <= CHUNK_BYTES:
             end.messages += 1
@@ -146,6 +156,10 @@ class Channels:
             self._board.raise_flag(end.taken, o.base + index + 1)
 
     # ---------------------------------------------------------------- their parts
+
+    def _note(self) -> None:
+        self._used = True
+        self._board.note_messages()
 
     def _fits_now(self, end: _End, source: Tensor) -> bool:
         """Whether a message goes out in one chunk without waiting, and without overtaking another."""

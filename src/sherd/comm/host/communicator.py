@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sherd.comm.base import Backing, Communicator
 from sherd.comm.calls import Call
+from sherd.comm.closed import CLOSED
 from sherd.comm.codec import Codec, wire_bytes
 from sherd.comm.handle import Handle
 from sherd.comm.host.board import Board, State, spins_pay
@@ -47,6 +48,7 @@ class HostCommunicator(Communicator):
 
     transport = "host"
     shares_memory = True
+    trusts_memory = True
 
     def __init__(
         self,
@@ -55,14 +57,17 @@ class HostCommunicator(Communicator):
         beside: HostCommunicator | None = None,
         numbers: Sequence[int] | None = None,
         turn: threading.RLock | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """`beside` is a communicator over the same link, whose shared memory and counters this one takes as its own.
-        In a part of a larger communicator, `numbers` are the ranks as errors list them, and `turn` is that one's."""
+        In a part of a larger communicator, `numbers` are the ranks as errors list them, and `turn` is that one's.
+        `check` raises if waiting for the others has become pointless, while they have no board to say so."""
         rank, world = link.members.index(link.rank), len(link.members)
         super().__init__(rank, world, options)
         self.turn = turn or self.turn
         self.names = [card.name for card in link.cards]
         self._link = link
+        self._check = check
         self._all = range(world)
         self._number = 0
         self._shared_calls: dict[tuple[Call, Place], Call] = {}
@@ -70,12 +75,13 @@ class HostCommunicator(Communicator):
         self._memory: SharedMemory = beside._memory if beside else SharedMemory()
         self.counters = beside.counters if beside else self.counters
         self._board = Board(self._share("board", Board.nbytes(world)), rank, world)
-        self._peers = link.watch(options.timeout, range(world))
+        self._peers = link.watch(options.timeout, range(world), check)
         numbers = numbers or self._all
         # In a part of a larger communicator, not while the thread that talks to the network needs the interpreter.
         spin = turn is None and spins_pay(world)
-        waiter = Waiter(self._board, self._peers, self.names, numbers, options, spin)
+        self._waiter = waiter = Waiter(self._board, self._peers, self.names, numbers, options, spin)
         self._scheduler = Scheduler(self._board, waiter, self.turn)
+        self._check = self._scheduler.check
         small = self._ring("small", SMALL_BYTES, SMALL_CHUNKS)
         large = self._ring("large", options.chunk_bytes, options.chunks)
         headers = Headers(self._board, self.names, numbers, options.check)
@@ -84,6 +90,7 @@ class HostCommunicator(Communicator):
         self._streams = Streams(headers, small, large, self._memory, peek)
         channels = self._share("channels", Channels.nbytes(world))
         self._channels = Channels(channels, self._board, self._memory, self._scheduler, self.names, numbers)
+        waiter.made = weakref.WeakMethod(self._channels.made)
         # Called by close(), or when nobody holds this communicator any more, or at the end of the process.
         self._why: list[BaseException] = []
         self._leave = weakref.finalize(self, _leave, os.getpid(), self._why, self._board, self._peers, link)
@@ -105,21 +112,34 @@ class HostCommunicator(Communicator):
 
     def shared_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         self.agree(f"shared_tensor({dtype}{list(shape)})").wait()
+        self._free_what_was_dropped()
         numel = torch.Size(shape).numel()
         segment = self._share("tensor", numel * dtype.itemsize, keep=True)
-        self._memory.add(segment, common=True)
-        return segment.tensor(0, numel, dtype).view(shape)
+        owner = memoryview(segment.memory)
+        self._memory.add(segment, common=True, owner=owner)
+        return segment.tensor(0, numel, dtype, owner).view(shape)
 
     def backing(self, tensor: Tensor) -> Backing | None:
         return self._memory.backing(tensor)
 
     def shared_buffers(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         self.agree(f"shared_buffers({dtype}{list(shape)})").wait()
+        self._free_what_was_dropped()
         numel = torch.Size(shape).numel()
         stride = round_up(numel * dtype.itemsize, PAGE)
         segment = self._share("buffers", stride * self.world)
-        self._memory.add(segment, common=False)
-        return [segment.tensor(r * stride, numel, dtype).view(shape) for r in range(self.world)]
+        owner = memoryview(segment.memory)
+        self._memory.add(segment, common=False, owner=owner)
+        return [segment.tensor(r * stride, numel, dtype, owner).view(shape) for r in range(self.world)]
+
+    def _free_what_was_dropped(self) -> None:
+        """Unmap shared memory that no rank has tensors of any more. Where new memory is made, as all ranks come there:
+        one that has dropped its own may have to read what another lends."""
+        mine = self._memory.in_use()
+        if mine:
+            with self.counters.agreeing():
+                anybody = self.all_reduce(torch.tensor(mine, dtype=torch.uint8), op="max").wait()
+            self._memory.keep([bool(used) for used in anybody])
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         self._check_group(ranks)
@@ -136,17 +156,22 @@ class HostCommunicator(Communicator):
         # Ranks outside the group meet too, each in a group of its own, because every rank is in the exchange.
         group = "inside" if self.rank in ranks else f"outside-{self.rank}"
         world_rank = self._link.cards[self.rank].rank
-        return meet(self.rank, world_rank, lambda _, value: self.all_gather_object(value), options, group).link
+        exchange = lambda _, value: self.all_gather_object(value)  # noqa: E731
+        return meet(self.rank, world_rank, exchange, options, group, self._check).link
 
     def use_here(self) -> None:
         take_part(self._scheduler)
+        self._waiter.use_here()
 
     def _close(self, error: BaseException | None) -> None:
         if error is not None:
             self._why.append(error)
         self._leave()  # first: others may be reading the tensors of what is under way
-        self._scheduler.abandon("it was closed")
+        self._scheduler.close()
         self._memory.forget()
+        # The caller may keep this object, but not the memory.
+        self._plans.clear()
+        self._board = self._waiter = self._small_calls = self._streams = self._channels = CLOSED
 
     def _ring(self, label: str, chunk_bytes: int, chunks: int) -> Staging:
         segment = self._share(label, Staging.nbytes(self.world, chunk_bytes, chunks))
@@ -154,11 +179,6 @@ class HostCommunicator(Communicator):
 
     def _share(self, label: str, nbytes: int, keep: bool = False) -> Segment:
         return self._link.share(label, nbytes, self.options.timeout, self._check, keep)
-
-    def _check(self) -> None:
-        """Raise if another rank has reported a fault. Before there is a board, none can."""
-        if hasattr(self, "_scheduler"):
-            self._scheduler.check()
 
     # ---------------------------------------------------------------- operations
 

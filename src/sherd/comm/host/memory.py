@@ -61,11 +61,13 @@ class Segment:
         self.fd = os.dup(fd)
         weakref.finalize(self, os.close, self.fd)
 
-    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat view of `numel` elements from byte `offset`."""
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype, owner: memoryview | None = None) -> Tensor:
+        """A flat view of `numel` elements from byte `offset`. It holds `owner`, a view of all of the memory, which is
+        gone when all tensors made with it are."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset)
+        memory = self.memory if owner is None else owner
+        return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
 
     def words(self) -> memoryview:
         """The segment as 64-bit words."""

@@ -33,6 +33,8 @@ class Operation(Handle):
 
     __slots__ = ("_scheduler", "base", "call", "finished", "need", "number", "posted", "queue", "staged_all")
 
+    site: Site = (0, 0)  # of a message, and of a collective that is more than one step
+
     def __init__(self, scheduler: Scheduler, number: int, call: Call) -> None:
         self._scheduler = scheduler
         self.number = number

@@ -18,12 +18,18 @@ class Peers:
     """The processes of some ranks. Takes over the pidfds."""
 
     def __init__(self, pids: dict[int, int], pidfds: dict[int, int]) -> None:
-        self._pids = pids
-        self._fds = pidfds
-        self._rank_of = {fd: rank for rank, fd in pidfds.items()}
+        self._pids: dict[int, int] = {}
+        self._fds: dict[int, int] = {}
+        self._rank_of: dict[int, int] = {}
         self._poll = select.poll()
-        for fd in pidfds.values():
-            self._poll.register(fd, select.POLLIN)
+        for rank, pidfd in pidfds.items():
+            self.add(rank, pids[rank], pidfd)
+
+    def add(self, rank: int, pid: int, pidfd: int) -> None:
+        self._pids[rank] = pid
+        self._fds[rank] = pidfd
+        self._rank_of[pidfd] = rank
+        self._poll.register(pidfd, select.POLLIN)
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._pids

@@ -15,8 +15,6 @@ import json
 import os
 import secrets
 import socket
-import struct
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +22,13 @@ from typing import Any
 from sherd.comm.host import peek
 from sherd.comm.host.memory import Keeper, MemfdKeeper, Segment
 from sherd.comm.host.peers import Peers
+from sherd.comm.host.reception import Reception, credentials
 from sherd.comm.host.support import unsupported_reason
+from sherd.comm.patience import Stopwatch
 from sherd.config import CommOptions
-from sherd.errors import CommError, ConfigError, PeerLost, TimedOut
+from sherd.errors import CommError, ConfigError, PeerLost, TimedOut, Unsupported
 
+Check = Callable[[], None]
 Exchange = Callable[[str, Any], list[Any]]
 """exchange(key, value): every rank's JSON value, in rank order."""
 
@@ -65,19 +66,26 @@ class Meeting:
     link: Link
 
 
-def meet(rank: int, world_rank: int, exchange: Exchange, options: CommOptions, group: str = "") -> Meeting:
+def meet(
+    rank: int,
+    world_rank: int,
+    exchange: Exchange,
+    options: CommOptions,
+    group: str = "",
+    check: Check = lambda: None,
+) -> Meeting:
     """Find out who shares this rank's host. All ranks of `exchange` must call it, with the same options.
 
-    Only ranks with the same `group` meet.
+    Only ranks with the same `group` meet. `check` raises if waiting for the others has become pointless.
     """
-    listener = _listen() if unsupported_reason() is None else None
+    reception = Reception() if unsupported_reason() is None else None
     card = Card(
         rank=world_rank,
         machine=socket.gethostname(),
         label=options.host,
         user=os.geteuid(),
         pid=os.getpid(),
-        address=listener.getsockname().decode()[1:] if listener else "",
+        address=reception.address if reception else "",
         word=peek.MINE,
         refusal=unsupported_reason(),
         options={**options.to_dict(), "host": None},
@@ -92,10 +100,13 @@ def meet(rank: int, world_rank: int, exchange: Exchange, options: CommOptions, g
         members = [r for r in range(len(cards)) if leaders[r] == leader]
         read = [r for r in members if r == rank or peek.can_read(cards[r].pid, *cards[r].word)]
         everybody_reads: list[bool] = exchange("reads", read == members)
-        sockets = {leader: to_leader} if to_leader else _accept(listener, members[1:], cards)
+        if to_leader is not None:
+            sockets = {leader: to_leader}
+        else:
+            sockets = reception.await_members(members[1:], cards, check) if reception else {}
     finally:
-        if listener:
-            listener.close()
+        if reception:
+            reception.close()
     peeks = all(everybody_reads[r] for r in members)
     return Meeting(cards, hosts, Link(rank, members, [cards[r] for r in members], sockets, peeks))
 
@@ -118,7 +129,7 @@ class Link:
         self._keeper: Keeper = MemfdKeeper()
 
     def share(
-        self, label: str, nbytes: int, timeout: float, check: Callable[[], None] = lambda: None, keep: bool = False
+        self, label: str, nbytes: int, timeout: float, check: Check = lambda: None, keep: bool = False
     ) -> Segment:
         """A new segment, mapped by every member. Collective. `check` raises if waiting has become pointless; with
         `keep` the segment has a descriptor, too."""
@@ -132,16 +143,24 @@ class Link:
         finally:
             os.close(fds[0])
 
-    def watch(self, timeout: float, numbers: Sequence[int]) -> Peers:
+    def secret(self, timeout: float, check: Check = lambda: None) -> bytes:
+        """Some bytes that the members know and nobody else. Collective."""
+        mine = [_memory_file(secrets.token_bytes(32))] if self.is_leader else []
+        (fd,) = self._distribute(mine, "secret", timeout, check)
+        try:
+            return os.pread(fd, 32, 0)
+        finally:
+            os.close(fd)
+
+    def watch(self, timeout: float, numbers: Sequence[int], check: Check = lambda: None) -> Peers:
         """Process handles of the other members; `numbers` are the ranks by which they go. Collective.
 
         The leader opens them while each socket still proves who is at its other end, so no pid can have been reused.
         """
         fds = []
         if self.is_leader:
-            fds = [os.pidfd_open(_credentials(self._sockets[m])[0]) for m in self.members[1:]]
-            fds.insert(0, os.pidfd_open(os.getpid()))
-        fds = self._distribute(fds, "pidfds", timeout, lambda: None)
+            fds = [os.pidfd_open(os.getpid()), *map(self._handle, self.members[1:])]
+        fds = self._distribute(fds, "pidfds", timeout, check)
         index = self.members.index(self.rank)
         os.close(fds[index])
         others = [i for i in range(len(self.members)) if i != index]
@@ -152,56 +171,61 @@ class Link:
             sock.close()
         self._sockets.clear()
 
-    def _distribute(self, fds: list[int], label: str, timeout: float, check: Callable[[], None]) -> list[int]:
+    def _handle(self, member: int) -> int:
+        try:
+            return os.pidfd_open(credentials(self._sockets[member])[0])
+        except ProcessLookupError as error:
+            lost = self.cards[self.members.index(member)].name
+            raise PeerLost(f"{lost} ended before the ranks were connected", (member,)) from error
+
+    def _distribute(self, fds: list[int], label: str, timeout: float, check: Check) -> list[int]:
         """The leader's descriptors, on every member; duplicates that the receiver owns."""
         if self.is_leader:
             for member in self.members[1:]:
-                self._send(member, fds, label)
+                self._send(member, fds, label, check)
             return fds
         return self._receive(label, timeout, check)
 
-    def _send(self, member: int, fds: list[int], label: str) -> None:
+    def _send(self, member: int, fds: list[int], label: str, check: Check) -> None:
         try:
             for start in range(0, len(fds), _MAX_FDS):
                 batch = fds[start : start + _MAX_FDS]
-                header = json.dumps({"label": label, "last": start + _MAX_FDS >= len(fds)}).encode()
+                header = json.dumps({"label": label, "fds": len(batch), "last": start + _MAX_FDS >= len(fds)}).encode()
                 socket.send_fds(self._sockets[member], [header], batch)
         except OSError as error:
+            check()  # which may know why
             lost = self.cards[self.members.index(member)].name
             raise PeerLost(f"{lost} was gone when {label!r} was handed out: {error}", (member,)) from error
 
-    def _receive(self, label: str, timeout: float, check: Callable[[], None]) -> list[int]:
+    def _receive(self, label: str, timeout: float, check: Check) -> list[int]:
         leader = self.cards[0].name
         sock = self._sockets[self.members[0]]
         sock.settimeout(min(timeout, _LOOK_EVERY))
-        deadline = time.monotonic() + timeout
+        watch = Stopwatch()
         fds: list[int] = []
         while True:
             try:
                 data, batch, _, _ = socket.recv_fds(sock, _MESSAGE, _MAX_FDS)
             except TimeoutError as error:
                 check()
-                if time.monotonic() < deadline:
+                if watch.seconds() < timeout:
                     continue
                 message = f"rank {self.rank} waited {timeout:g} s for {leader} to share {label!r}"
                 raise TimedOut(message, (self.members[0],)) from error
             except OSError as error:
+                check()  # which may know how it ended
                 raise PeerLost(f"{leader} was gone before it shared {label!r}: {error}", (self.members[0],)) from error
             if not data:
+                check()
                 raise PeerLost(f"{leader} left before it shared {label!r}", (self.members[0],))
             fds += batch
             header = json.loads(data)
             if header["label"] != label:
                 raise CommError(f"rank {self.rank} expected {label!r} from {leader}, got {header['label']!r}")
+            if header["fds"] != len(batch):  # the kernel drops those for which there is no room
+                raise Unsupported(f"rank {self.rank} has no room for more open files; write `ulimit -n 4096` before")
             if header["last"]:
                 return fds
-
-
-def _listen() -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(f"\0sherd-{secrets.token_hex(16)}")
-    listener.listen(socket.SOMAXCONN)
-    return listener
 
 
 def _check_options(rank: int, cards: list[Card]) -> None:
@@ -228,7 +252,7 @@ def _find_leader(rank: int, cards: list[Card], groups: list[str]) -> tuple[int, 
         try:
             sock.connect("\0" + card.address)
             # Another pid than its own means another PID namespace: no handle of its process could be had here.
-            if _credentials(sock) == (card.pid, mine.user):
+            if credentials(sock) == (card.pid, mine.user):
                 sock.send(json.dumps({"rank": rank}).encode())
                 return other, sock
         except OSError:
@@ -237,25 +261,7 @@ def _find_leader(rank: int, cards: list[Card], groups: list[str]) -> tuple[int, 
     return rank, None
 
 
-def _accept(listener: socket.socket | None, members: list[int], cards: list[Card]) -> dict[int, socket.socket]:
-    """The leader's end. Members connected before they named their leader, so nobody is waited for."""
-    sockets: dict[int, socket.socket] = {}
-    while listener and len(sockets) < len(members):
-        listener.settimeout(10.0)
-        sock, _ = listener.accept()
-        if _credentials(sock)[1] != os.geteuid():
-            sock.close()
-            continue
-        sock.settimeout(10.0)
-        who = json.loads(sock.recv(_MESSAGE))["rank"]
-        if who not in members:
-            sock.close()
-            raise CommError(f"{cards[who].name} came to a host it does not belong to; members: {members}")
-        sockets[who] = sock
-    return sockets
-
-
-def _credentials(sock: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end, by the kernel's word."""
-    pid, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return pid, user
+def _memory_file(data: bytes) -> int:
+    fd = os.memfd_create("sherd-secret", os.MFD_CLOEXEC)
+    os.write(fd, data)
+    return fd

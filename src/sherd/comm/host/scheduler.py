@@ -11,8 +11,9 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
+from sherd.comm.closed import CLOSED
 from sherd.comm.host import futex
-from sherd.comm.host.board import Board, State
+from sherd.comm.host.board import CHUNK_BITS, Board, State
 from sherd.comm.host.operation import Operation
 from sherd.comm.host.waiting import Waiter
 from sherd.comm.progress import move_everything, take_part
@@ -31,7 +32,7 @@ class Scheduler:
         self._waiter = waiter
         self._collectives: deque[Operation] = deque()
         self._queues = [self._collectives]
-        self._broken: BaseException | str | None = None
+        self._broken: str | None = None
         self.turn = turn
         take_part(self)
 
@@ -73,7 +74,7 @@ class Scheduler:
         while not operation.posted:
             head = self._collectives[0]
             if not self._is_met(head):
-                self._wait(*head.need)
+                self._wait(*head.need, head)
             else:
                 self._step(head)
         return operation
@@ -103,7 +104,7 @@ class Scheduler:
         """Drop everything; later calls get an error that says why, and so do the other ranks if they cannot know."""
         if self._broken is not None:
             return
-        self._broken = why
+        self._broken = str(why)  # not the error: its traceback holds everything
         # Before the tensors of what is under way are let go: others may be reading them.
         if isinstance(why, BaseException) and not isinstance(why, _KNOWN_TO_OTHERS):
             self._board.leave_word(State.FAILED, f"{type(why).__name__}: {why}")
@@ -112,8 +113,19 @@ class Scheduler:
 
     def fail(self, error: CommError) -> None:
         """Give up because of what happened beyond this host, and tell the ranks of this host."""
-        self._board.leave_word(_STATES.get(type(error), State.FAILED), str(error))
-        self.abandon(error)
+        if self._board is not CLOSED:
+            self._board.leave_word(_STATES.get(type(error), State.FAILED), str(error))
+            self.abandon(error)
+
+    def close(self) -> None:
+        """Drop everything, and the board: handles hold this object."""
+        self.abandon("it was closed")
+        self._board = self._waiter = self._words = CLOSED
+
+    def last_collective(self) -> int:
+        """The number of the last one that was issued."""
+        posted = self._words[self._board.posted[self._board.rank]] >> CHUNK_BITS
+        return max(posted, self._collectives[-1].number) if self._collectives else posted
 
     # ---------------------------------------------------------------- private
 
@@ -125,14 +137,14 @@ class Scheduler:
             for index in indices:
                 if words[index] < target:
                     # It may have moved on meanwhile, and need something else now.
-                    self._wait(indices, target)
+                    self._wait(indices, target, operation)
                     break
             else:
                 self._step(operation)
 
-    def _wait(self, indices: Sequence[int], target: int) -> None:
+    def _wait(self, indices: Sequence[int], target: int, operation: Operation) -> None:
         try:
-            self._waiter.until(indices, target, move_everything)
+            self._waiter.until(indices, target, move_everything, operation)
         except BaseException as error:
             self.abandon(error)
             raise

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,22 +23,43 @@ PRIVATE = 1 << 40
 
 
 class SharedMemory:
-    """The shared tensors and buffers of a communicator. They stay mapped until it is closed and they are dropped."""
+    """The shared tensors and buffers of a communicator. They stay mapped until it is closed and they are dropped, or
+    every rank has dropped them before."""
 
     def __init__(self) -> None:
-        self._segments: list[Segment] = []
+        self._segments: dict[int, Segment] = {}  # by number
+        self._owners: dict[int, weakref.ref[memoryview]] = {}
         self._starts: list[int] = []  # their addresses, ascending
         self._by_address: list[int] = []  # their numbers in that order
-        self._common: list[bool] = []
+        self._common: list[bool] = []  # by number, of those that are gone too
         self._views: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
 
-    def add(self, segment: Segment, common: bool) -> None:
-        """Register a segment; `common` if all ranks use it as one tensor and not as a buffer each."""
+    def add(self, segment: Segment, common: bool, owner: memoryview | None = None) -> None:
+        """Register a segment; `common` if all ranks use it as one tensor and not as a buffer each. The tensors that
+        this rank has of it hold its `owner`, if they may be dropped."""
         at = bisect.bisect(self._starts, segment.address)
+        number = len(self._common)
         self._starts.insert(at, segment.address)
-        self._by_address.insert(at, len(self._segments))
-        self._segments.append(segment)
+        self._by_address.insert(at, number)
+        self._segments[number] = segment
         self._common.append(common)
+        if owner is not None:
+            self._owners[number] = weakref.ref(owner)
+
+    def in_use(self) -> list[bool]:
+        """Of those that are there and may be dropped, whether this rank still has tensors. The same ones on all ranks,
+        as these agree on what they `keep`."""
+        return [owner() is not None for owner in self._owners.values()]
+
+    def keep(self, used: Sequence[bool]) -> None:
+        """Let go of what no rank has tensors of. An operation that is under way holds its own."""
+        for number in [number for number, kept in zip(self._owners, used, strict=True) if not kept]:
+            del self._owners[number]
+            segment = self._segments.pop(number)
+            at = self._by_address.index(number)
+            assert self._starts[at] == segment.address
+            del self._by_address[at], self._starts[at]
+            self._views = {key: view for key, view in self._views.items() if key[0] != number}
 
     def find(self, tensor: Tensor) -> Place:
         if self._segments and tensor.is_cpu:
@@ -69,6 +92,7 @@ class SharedMemory:
 
     def forget(self) -> None:
         self._segments.clear()
+        self._owners.clear()
         self._starts.clear()
         self._by_address.clear()
         self._common.clear()

@@ -6,14 +6,19 @@ said it left or failed, and a peer that is merely late each lead to an error or 
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable, Sequence
 
 from sherd.comm import faults
+from sherd.comm.closed import MEANWHILE
+from sherd.comm.deadlock import COLLECTIVE
 from sherd.comm.host.board import Board, State
+from sherd.comm.host.operation import Operation
 from sherd.comm.host.peers import Peers
+from sherd.comm.host.stances import Made, Stances
+from sherd.comm.patience import Stopwatch
 from sherd.config import CommOptions
-from sherd.errors import CommError, Diverged, PeerLost, TimedOut
+from sherd.errors import CommClosed, CommError, Diverged, PeerLost, TimedOut
 
 # A look takes about 40 ns, so this is about 1 ms: longer than a peer needs for the next chunk of a stream.
 # With a tenth of it, repeats of a 100 MB all-reduce on a noisy machine gave medians of 19 to 27 ms instead of 19 to 21.
@@ -21,6 +26,8 @@ SPINS = 25_000
 # How long to sleep before looking for faults again; a dead peer is noticed within it.
 LOOK_EVERY = 0.05
 LOOK_EVERY_BUSY = 0.001
+# How long a rank sleeps before it says what for, and how often it then looks whether anybody can ever come.
+CIRCLE_EVERY = 0.25
 
 
 class Waiter:
@@ -41,9 +48,15 @@ class Waiter:
         self._numbers = numbers
         self._options = options
         self._spins = SPINS if spin else 0
+        self._stances = Stances(board, names, numbers)
+        self._owner = threading.get_ident()  # the thread that makes the calls
+        self.made: Callable[[], Callable[[], Made] | None] = lambda: None
+        """A weak reference to what counts the calls of this rank."""
 
-    def until(self, indices: Sequence[int], target: int, meanwhile: Callable[[], int]) -> None:
-        """Return when every flag in `indices` has reached `target`.
+    def until(
+        self, indices: Sequence[int], target: int, meanwhile: Callable[[], int], operation: Operation | None = None
+    ) -> None:
+        """Return when every flag in `indices` has reached `target`, which `operation` needs.
 
         `meanwhile` is called between looks; it returns how many operations are under way, this one included.
         """
@@ -55,12 +68,23 @@ class Waiter:
                 if words[index] >= target:
                     break
             else:
-                self._sleep_until(indices, index, target, meanwhile)
+                try:
+                    self._sleep_until(indices, index, target, meanwhile, operation)
+                finally:
+                    self._stances.leave()
 
-    def _sleep_until(self, indices: Sequence[int], index: int, target: int, meanwhile: Callable[[], int]) -> None:
+    def _sleep_until(
+        self,
+        indices: Sequence[int],
+        index: int,
+        target: int,
+        meanwhile: Callable[[], int],
+        operation: Operation | None,
+    ) -> None:
         words = self._board.words
-        start = time.monotonic()
-        warn_at = start + self._options.warn_seconds
+        watch = Stopwatch()
+        warn_at = self._options.warn_seconds
+        circle_at = CIRCLE_EVERY
         while (seen := words[index]) < target:
             busy = meanwhile() > 1
             self._board.sleep(index, seen, LOOK_EVERY_BUSY if busy else LOOK_EVERY)
@@ -69,25 +93,45 @@ class Waiter:
             missing = [self._board.writer(i) for i in indices if words[i] < target]
             fault = self._fault(missing)
             if fault is not None and words[index] < target:
-                raise fault
-            now = time.monotonic()
-            if now - start > self._options.timeout:
-                raise self._timed_out(missing, now - start)
-            if now > warn_at:
-                self._warn(missing, now - start)
-                warn_at = start + 2 * (now - start)
+                try:
+                    raise fault
+                finally:
+                    del fault  # its traceback holds this frame
+            waited = watch.seconds()
+            if waited > circle_at and self._owner == threading.get_ident() and (made := self.made()) is not None:
+                circle_at = waited + CIRCLE_EVERY
+                # Every time: what was moved on meanwhile may have slept too.
+                kind = self._stances.take(index, target, operation, made(), waited)
+                # Who is in a collective is told: a circle has a message in it.
+                if kind != COLLECTIVE:
+                    self._stances.check()
+            if waited > self._options.timeout:
+                raise self._timed_out(missing, waited)
+            if waited > warn_at:
+                self._warn(missing, waited)
+                warn_at = 2 * waited
+
+    def use_here(self) -> None:
+        """Another thread goes on: they take turns."""
+        self._owner = threading.get_ident()
 
     def check(self, needed: Sequence[int] = ()) -> None:
         """Raise if another rank has reported a fault, or one of those `needed` has left or ended."""
         fault = self._fault(needed)
         if fault is not None:
-            raise fault
+            try:
+                raise fault
+            finally:
+                del fault  # its traceback holds this frame
 
     # ---------------------------------------------------------------- what may have gone wrong
 
     def _fault(self, missing: Sequence[int]) -> CommError | None:
         """Why waiting for `missing` is in vain, or None."""
-        trouble = {r: said for r, said in self._board.trouble().items() if r != self._board.rank}
+        trouble = self._board.trouble()
+        state, _ = trouble.pop(self._board.rank, (State.WELL, ""))
+        if state == State.LEFT:
+            return CommClosed(MEANWHILE)
         silent = [r for r in self._peers.dead() if r not in trouble]
         if silent:
             # They may have left word between the two looks.

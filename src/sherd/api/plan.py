@@ -1,0 +1,105 @@
+"""What a call of `distribute` is to do: right on this rank, and the same on all of them. It changes nothing yet."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from sherd import data
+from sherd.api.arguments import sort_out
+from sherd.api.updaters import check_optimizer, check_parameters
+from sherd.comm import Communicator
+from sherd.config import LoaderOptions, StepOptions
+from sherd.engine.choices import AccumulateAt, Choices, Gradients
+from sherd.engine.inventory import Inventory
+from sherd.engine.settings import compare_optimizers
+from sherd.errors import ConfigError, Diverged
+from sherd.strategies import Strategy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done on this rank."""
+
+    strategy: Strategy
+    options: StepOptions
+    loading: LoaderOptions
+    models: list[nn.Module]
+    optimizer: Optimizer | None
+    inventory: Inventory
+    choices: Choices
+    shardings: list[data.Sharding]
+
+    @classmethod
+    def of(
+        cls, things: Sequence[Any], strategy: Strategy, options: StepOptions, loading: LoaderOptions, comm: Communicator
+    ) -> Plan:
+        """Refuses all that this rank can tell by itself. Local."""
+        models, optimizer, loaders = sort_out(things)
+        if not loaders and loading != LoaderOptions():
+            raise ConfigError(f"{loading} is about a loader; pass it: sherd.distribute(model, optimizer, loader)")
+        if optimizer is None and options.accumulate > 1:
+            raise ConfigError(
+                f"accumulate={options.accumulate} counts the optimizer's step() calls, and no optimizer was passed; "
+                f"write sherd.distribute(model, optimizer, accumulate={options.accumulate})"
+            )
+        inventory = Inventory.of(models[0] if len(models) == 1 else nn.ModuleList(models), dry=comm.dry)
+        for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+            check_parameters(group["params"], inventory.parameters, f"the optimizer's group {index}")
+        choices = _choices(strategy.choose(comm, inventory.device), options)
+        if optimizer is not None:
+            check_optimizer(optimizer, choices, strategy)
+        others = loading.replace(global_batch=None)  # the first one is to train with; others keep their batch size
+        shardings = [
+            data.plan(loader, comm, others if index else loading, options.accumulate)
+            for index, loader in enumerate(loaders)
+        ]
+        return cls(strategy, options, loading, models, optimizer, inventory, choices, shardings)
+
+    @property
+    def model(self) -> nn.Module:
+        """All models as one."""
+        return self.inventory.model
+
+    @property
+    def passed(self) -> str:
+        """What the call was given, in words."""
+        models = f"{len(self.models)} model{'s' if len(self.models) > 1 else ''}"
+        optimizer = "no optimizer" if self.optimizer is None else "an optimizer"
+        return f"{models}, {optimizer} and {len(self.shardings)} loaders"
+
+    def compare(self, comm: Communicator) -> None:
+        """Refuse options, models, optimizers and loaders that differ between ranks. Collective."""
+        _compare(comm, (str(self.strategy), str(self.options), str(self.loading), self.passed))
+        self.inventory.compare(comm)
+        if self.optimizer is not None:
+            found = zip(self.inventory.names, self.inventory.parameters, strict=True)
+            compare_optimizers(comm, self.optimizer, {id(parameter): name for name, parameter in found})
+        data.compare(comm, self.shardings)
+
+
+def _compare(comm: Communicator, mine: tuple[str, ...]) -> None:
+    """Refuse options that differ between ranks. Collective."""
+    everybody, rank = comm.compare_object(mine)
+    for first, other in zip(everybody[0], everybody[rank], strict=True):
+        if first != other:
+            raise Diverged(
+                f"the ranks' options differ: rank 0 has {first} where rank {rank} has {other}; "
+                f"call sherd.distribute with the same options on every rank",
+                ranks=(0, rank),
+            )
+
+
+def _choices(choices: Choices, options: StepOptions) -> Choices:
+    """What the strategy chose, with what the user said about accumulation."""
+    if options.accumulate_at is not None:
+        choices = dataclasses.replace(choices, accumulate_at=AccumulateAt(options.accumulate_at))
+    if choices.accumulate_at is AccumulateAt.RANK and choices.gradients is Gradients.SLICES:
+        # A rank that adds up its own gradient needs room for all of it.
+        choices = dataclasses.replace(choices, gradients=Gradients.WHOLE)
+    return choices

@@ -1,0 +1,104 @@
+"""Where machine 0 listens, and how the others get there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.distributed import DistError, TCPStore
+
+from sherd.cli.board import ANSWER, connected
+from sherd.comm import network
+from sherd.errors import ConfigError
+from sherd.machine import unreachable
+
+LOOPBACK = "127.0.0.1"
+CONNECT_SECONDS = 3.0  # for one attempt: a host that drops packets does not refuse
+
+
+@dataclass(frozen=True)
+class Listening:
+    """The store of machine 0, which lives in this process."""
+
+    store: TCPStore
+    where: str  # in words
+    port: int
+    for_ranks: str  # the address by which ranks of this machine get there
+
+
+def listen_alone() -> Listening:
+    """For one machine: on loopback, at a port that is free, so that two runs on a machine do not meet."""
+    return _hosted(_bound(LOOPBACK, 0), LOOPBACK, LOOPBACK, f"{LOOPBACK} (loopback)")
+
+
+def listen(address: str, port: int) -> Listening:
+    """On the one address by which others know this machine; on all of them where that cannot be told from here."""
+    place = network.place_to_listen(address)
+    if place:
+        interface = network.interface_of(place)
+        where = f"{shown(place, port)} ({interface.name if interface else 'loopback'})"
+        return _hosted(_bound(place, port), place, address, where)
+    own = any(network.is_loopback(found) for found in network.resolve(address))
+    where = f"port {port} of all its interfaces"
+    if not own:
+        where += f" ({address} is no address of this machine)"
+    return _hosted(_bound("", port), LOOPBACK, address if own else LOOPBACK, where)
+
+
+def reach(address: str, port: int, until: Callable[[str], None]) -> tuple[TCPStore, str]:
+    """A connection to the store of machine 0, and the address at which it was reached. `until` is called, with what is
+    wrong at the moment, after every attempt in vain."""
+    while True:
+        reason = ""
+        for found in network.resolve(address):
+            try:
+                _probe(found, port)
+                return connected(found, port), found
+            except OSError as error:
+                reason = error.strerror or "no answer"
+            except DistError:
+                reason = "what answers there is no `sherd run`"
+        until(reason)
+
+
+def shown(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _bound(address: str, port: int) -> socket.socket:
+    try:
+        return network.listen(address, port)
+    except OSError as error:
+        where = f"port {port}" + (f" of {address}" if address else "")
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"{where} is taken by another program; write another one with --master-port, the same on every machine"
+            ) from error
+        raise ConfigError(
+            f"this machine cannot listen at {where} ({error.strerror}); write another one with --master-port, the same "
+            "on every machine"
+        ) from error
+
+
+def _probe(address: str, port: int) -> None:
+    """Raise `OSError` if nobody listens there."""
+    with socket.create_connection((address, port), timeout=CONNECT_SECONDS) as connection:
+        if connection.getsockname() == connection.getpeername():  # on loopback, TCP connects a free port to itself
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+
+
+def _hosted(listener: socket.socket, own: str, for_ranks: str, where: str) -> Listening:
+    """A store over this socket: a `TCPStore` that opens one itself listens on every interface."""
+    port: int = listener.getsockname()[1]
+    try:
+        _probe(own, port)
+    except OSError as error:
+        listener.close()
+        raise unreachable(shown(own, port), error) from error
+    store = TCPStore(
+        own, port, is_master=True, wait_for_workers=False, timeout=ANSWER, master_listen_fd=listener.detach()
+    )
+    return Listening(store, where, port, for_ranks)

@@ -1,0 +1,79 @@
+"""One run on this machine, from the first rank to the last."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from sherd.cli import messages
+from sherd.cli.news import Newsroom
+from sherd.cli.ranks import POLL_SECONDS, Ranks, Stopped
+
+HEARD_SECONDS = 3.0  # for ranks to fail by themselves, in their own words, once one of another machine has
+BARRIER_SECONDS = 300.0  # for the other machines to end, once the ranks of this one have ended well
+
+
+def run_ranks(ranks: Ranks, news: Newsroom) -> int:
+    """Start the ranks and see them through; none is left when this returns. Says what failed; the exit status.
+
+    Raises `Stopped`, which may come at any time and come again: whoever catches it ends what is left.
+    """
+    status = 1
+    try:
+        ranks.start()
+        ours = _watch(ranks, news)
+        ranks.stop()
+        status = messages.conclude(ranks.failed, ours=ours)
+    except Stopped as stop:
+        news.tell(*ranks.some, f"was stopped with all ranks of its machine: its launcher got {stop.signal.name}")
+        ranks.stop(stop.signal)
+        raise
+    except OSError as error:
+        news.tell(ranks.some[0], os.getpid(), f"could not be started ({error})")
+        ranks.stop(signal.SIGKILL)
+        messages.say(f"the ranks could not be started: {error}")
+    finally:
+        news.close(well=status == 0)
+    return status
+
+
+def _watch(ranks: Ranks, news: Newsroom) -> bool:
+    """Until all ranks have ended well, here and elsewhere, or one has not. Whether it is for this machine to judge."""
+    heard: float | None = None
+    while not ranks.failed:
+        ranks.look()
+        if ranks.failed:
+            first = ranks.failed[0]
+            news.tell(first.rank, first.pid, first.how)  # before the others are stopped: this takes a moment, that long
+            if not news.trouble:
+                messages.say_failed(first)
+                return True
+        elif not ranks.running:
+            return _wait_for_others(news)
+        if news.trouble and heard is None:
+            heard = time.monotonic()
+            messages.say(news.trouble)
+        if heard is not None and time.monotonic() - heard > HEARD_SECONDS:
+            break
+        time.sleep(POLL_SECONDS)
+    return False
+
+
+def _wait_for_others(news: Newsroom) -> bool:
+    """Machine 0 has the store, which ranks elsewhere may still need; and a run that fails should fail everywhere.
+
+    Machine 0 leaves last, or after it has told of a failure and waited for us to hear of it: lost without that, it has
+    ended as we have.
+    """
+    news.tell_ended(well=True)
+    end = time.monotonic() + BARRIER_SECONDS
+    while not (news.all_ended or news.fault or news.off or news.lost):
+        if time.monotonic() > end:
+            messages.say(f"the ranks of this machine ended {BARRIER_SECONDS:.0f} s ago; no longer waiting for others")
+            break
+        time.sleep(POLL_SECONDS)
+    if news.fault or news.off:
+        messages.say(news.trouble)
+        return False
+    return True

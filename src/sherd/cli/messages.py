@@ -1,0 +1,46 @@
+"""What the launcher says to the user, all of it on stderr."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sherd.cli.ranks import Ended
+
+
+def say(text: str) -> None:
+    print(f"sherd run: {text}", file=sys.stderr, flush=True)
+
+
+def say_failed(cause: Ended) -> None:
+    """Which rank of this machine failed first, at once: to stop the others may take a while."""
+    where = "" if cause.traceback or cause.code < 0 else "; what it wrote is above"
+    say(f"rank {cause.rank} failed first (pid {cause.pid}): {_ending(cause.code)}{where}")
+    if cause.traceback:
+        print(cause.traceback, file=sys.stderr, flush=True)
+
+
+def conclude(failed: Sequence[Ended], *, ours: bool) -> int:
+    """Say what became of the ranks after the first failure, which was ours or on another machine; the exit status."""
+    endings: dict[str, list[int]] = {}
+    for one in failed[1:] if ours else failed:
+        endings.setdefault(_ending(one.code), []).append(one.rank)
+    for ending, ranks in endings.items():
+        say(f"after it, rank {', '.join(map(str, sorted(ranks)))}: {ending}")
+    if not ours or not failed:
+        return 0 if ours else 1
+    return failed[0].code if failed[0].code > 0 else 128 - failed[0].code
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    if code == -signal.SIGKILL:
+        return "killed by SIGKILL, as the kernel does when memory runs out"
+    try:
+        return f"ended by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"ended by signal {-code}"

@@ -1,0 +1,128 @@
+"""What became of ranks on other machines, and telling them what became of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.distributed import DistError
+
+from sherd.cli.board import FAULT, OFF, News
+from sherd.cli.rendezvous import Meeting
+from sherd.comm.reports import printable
+
+HEAR_SECONDS = 0.2  # between two looks at the board
+TELL_SECONDS = 1.0  # for the board to take a word: our own ranks do not wait longer for it
+LINGER_SECONDS = 15.0  # for machines that have heard of a failure to end their ranks
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The first rank of the run that failed, on whichever machine."""
+
+    rank: int
+    pid: int
+    machine: str  # its name
+    how: str  # in the words that follow "rank 3 "
+
+    @classmethod
+    def of(cls, news: News) -> Fault | None:
+        """From the board."""
+        try:
+            return cls(int(news["rank"]), int(news["pid"]), printable(news["machine"]), printable(news["how"]))
+        except (LookupError, TypeError, ValueError):
+            return None
+
+
+class Newsroom:
+    """The launcher's side of the board while ranks run. Nothing here can hold up the thread that looks after them."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.fault: Fault | None = None  # of another machine
+        self.off = ""  # why another machine has left without a rank that failed, once one has
+        self.lost = False  # machine 0 does not answer any more
+        self._meeting = meeting
+        self._hearing = meeting.hearing
+        self._alone = meeting.machines == 1
+        self.all_ended = self._alone  # no rank runs on any other machine
+        self._over = threading.Event()
+        if not self._alone:
+            threading.Thread(target=self._hear, name="sherd-launch-news", daemon=True).start()
+
+    @property
+    def trouble(self) -> str:
+        """What happened elsewhere, in words; "" while nothing has."""
+        if fault := self.fault:
+            return f"rank {fault.rank} on machine {fault.machine} failed first (pid {fault.pid}): it {fault.how}"
+        if self.off:
+            return f"{self.off}; stopping the ranks of this machine"
+        if self.lost:
+            return "the launcher of machine 0 is gone, and its ranks with it; stopping the ranks of this machine"
+        return ""
+
+    def tell(self, rank: int, pid: int, how: str) -> None:
+        """Tell every machine that a rank of this one failed, unless one of another failed before."""
+        words = {"rank": rank, "pid": pid, "machine": socket.gethostname(), "how": how}
+        self._aside(lambda: self._note(self._meeting.board.write_first(FAULT, words)))
+
+    def tell_ended(self, well: bool) -> None:
+        """Tell that no rank of this machine runs any more."""
+        self._aside(lambda: self._meeting.board.write(_end(self._meeting.machine), {"well": well}))
+
+    def close(self, well: bool) -> None:
+        """On machine 0, wait until the others need its store no more: they have to hear why it ends, too."""
+        self._over.set()
+        if self._alone or well or self.off:  # a machine that has left for good will not tell that it has ended
+            return
+        self.tell_ended(well)
+        end = time.monotonic() + (LINGER_SECONDS if self._meeting.machine == 0 else 0)
+        with contextlib.suppress(DistError):
+            while time.monotonic() < end and not self._have_all_ended():
+                time.sleep(HEAR_SECONDS)
+
+    def _aside(self, write: Callable[[], None]) -> None:
+        """Write in another thread, and wait a moment for it: a cut cable lets nobody know that it is cut."""
+
+        def attempt() -> None:
+            with contextlib.suppress(DistError):
+                write()
+
+        writer = threading.Thread(target=attempt, name="sherd-launch-tell", daemon=True)
+        writer.start()
+        writer.join(TELL_SECONDS)
+
+    def _hear(self) -> None:
+        ended_well = False  # machine 0, which may leave before ranks of others that take long are done
+        while not (self._over.wait(HEAR_SECONDS) or self.fault or self.off or self.lost):
+            try:
+                if found := self._hearing.read(FAULT):
+                    self._note(found)
+                elif found := self._hearing.read(OFF):
+                    self.off = printable(found.get("why"))
+                else:
+                    end = self._hearing.read(_end(0))
+                    ended_well = end is not None and end.get("well") is True
+                    self.all_ended = self._have_all_ended()
+            except DistError:
+                self.lost, self.all_ended = not ended_well, ended_well
+                return
+
+    def _have_all_ended(self) -> bool:
+        return all(self._hearing.read(_end(machine)) for machine in range(self._meeting.machines))
+
+    def _note(self, news: News) -> None:
+        fault = Fault.of(news)
+        if fault and not self._is_ours(fault):
+            self.fault = fault
+
+    def _is_ours(self, fault: Fault) -> bool:
+        first = self._meeting.first_rank
+        return first <= fault.rank < first + self._meeting.ranks
+
+
+def _end(machine: int) -> str:
+    return f"sherd/launch/end/{machine}"

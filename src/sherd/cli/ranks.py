@@ -1,0 +1,179 @@
+"""The ranks of this machine, as processes: start them, see which ended and how, end them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sherd.cli import tied
+from sherd.cli.rendezvous import Meeting
+from sherd.comm.network import IFNAME
+from sherd.ranks.watch import describe_exit
+
+# The launcher names the first failure it sees. A dying rank takes its peers along within tenths of a second, so it has
+# to look more often than that to see the cause before the consequences.
+POLL_SECONDS = 0.02
+GRACE_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rank that has ended."""
+
+    rank: int
+    pid: int
+    code: int  # as subprocess counts it: negative numbers are signals
+    traceback: str  # what it recorded in torch's error file
+
+    @property
+    def how(self) -> str:
+        return describe_exit(self.code)
+
+
+class Ranks:
+    """All ranks of this machine. Each is in a session of its own: ^C in a terminal is for the launcher to deal with."""
+
+    def __init__(self, command: list[str], meeting: Meeting) -> None:
+        self.failed: list[Ended] = []  # in the order in which they were seen
+        self._command = command
+        self._meeting = meeting
+        # torch's `record` writes the traceback of a rank into a file of this name. Files in memory need no directory
+        # that can be written to, and nothing of them is left, even by `kill -9`.
+        self._errors = [os.memfd_create("sherd-run-error") for _ in range(meeting.ranks)]
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+
+    @property
+    def running(self) -> dict[int, int]:
+        """The pids of the ranks that have not ended, by their rank."""
+        return {rank: process.pid for rank, process in self._running.items()}
+
+    @property
+    def some(self) -> tuple[int, int]:
+        """A rank of this machine and its pid, one that runs if there is one."""
+        return next(iter(self.running.items()), (self._meeting.first_rank, os.getpid()))
+
+    def start(self) -> None:
+        """Through `tied`, so that they end with this process however it ends; from this thread, which must not end."""
+        tie = [sys.executable, "-I", "-S", tied.__file__, str(os.getpid())]
+        for local in range(self._meeting.ranks):
+            rank = self._meeting.first_rank + local
+            self._running[rank] = subprocess.Popen(
+                [*tie, *self._command], env=self._environment(local), start_new_session=True
+            )
+
+    def look(self) -> list[Ended]:
+        """Those that have ended since the last look, the ones that no other can have caused first."""
+        ended = [found for rank in list(self._running) if (found := self._look_at(rank))]
+        ended.sort(key=lambda one: (one.code >= 0, one.rank))  # a killed rank takes others along, not the other way
+        self.failed += [one for one in ended if one.code != 0]
+        return ended
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """End them: politely first. An exception in the meantime (^C again) hurries, no more."""
+        try:
+            self._signal(number)
+            self._wait(GRACE_SECONDS)
+        finally:
+            self._signal(signal.SIGKILL)
+            self._wait(GRACE_SECONDS)
+
+    def _signal(self, number: int) -> None:
+        for process in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+    def _wait(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        self.look()
+        while self._running and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+            self.look()
+
+    def _look_at(self, rank: int) -> Ended | None:
+        process = self._running[rank]
+        if (code := _exit_code(process.pid)) is None:
+            return None
+        if code != 0:
+            # What it started ends too, while its number is still its own: nobody else will know of these processes.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        del self._running[rank]
+        return Ended(rank, process.pid, code, _recorded(self._errors[rank - self._meeting.first_rank]))
+
+    def _environment(self, local: int) -> dict[str, str]:
+        """What torchrun would give to this rank."""
+        meeting, environ = self._meeting, dict(os.environ)
+        rank, world = meeting.first_rank + local, str(meeting.world_size)
+        environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local),
+            "ROLE_RANK": str(rank),
+            "WORLD_SIZE": world,
+            "ROLE_WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": str(self._meeting.ranks),
+            "GROUP_RANK": str(meeting.machine),
+            "GROUP_WORLD_SIZE": str(meeting.machines),
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": meeting.master_addr,
+            "MASTER_PORT": str(meeting.master_port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RUN_ID": str(meeting.board.run),
+            "TORCHELASTIC_ERROR_FILE": f"/proc/{os.getpid()}/fd/{self._errors[local]}",
+        }
+        environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        if meeting.interface:
+            environ.setdefault(IFNAME, meeting.interface.name)
+        return environ
+
+
+def _exit_code(pid: int) -> int | None:
+    """Of a process that has ended, which is left as it is; None while it lives."""
+    try:
+        about = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # this process was started with SIGCHLD ignored: the kernel has forgotten the child
+        return 255
+    if about is None:
+        return None
+    return about.si_status if about.si_code == os.CLD_EXITED else -about.si_status
+
+
+def _recorded(file: int) -> str:
+    """The traceback that torch's `record` left in the error file of a rank, if it is used there."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        about: Any = json.loads(os.pread(file, os.fstat(file).st_size, 0))
+        return str(about.get("message", {}).get("extraInfo", {}).get("py_callstack", "")).rstrip()
+    return ""
+
+
+class Stopped(BaseException):
+    """A signal that ends the run. Not an `Exception`: nobody on the way out means it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.signal = signal.Signals(number)
+
+
+@contextlib.contextmanager
+def signals_raise(numbers: tuple[signal.Signals, ...]) -> Iterator[None]:
+    """Inside, these signals become `Stopped`, in the main thread."""
+
+    def stop(number: int, frame: object) -> None:
+        raise Stopped(number)
+
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,104 @@
+"""The store in which ranks meet, by the variables that torchrun and `sherd run` set.
+
+Torch's own way there listens on every interface whatever the address, and lets the server wait for the others where
+nobody could say who is missing. This one listens where the address leads, and does not wait.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+from datetime import timedelta
+from functools import partial
+from typing import NamedTuple
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+
+from sherd.comm import network
+from sherd.comm.c10d.lanes import Aside
+from sherd.comm.patience import Stopwatch
+from sherd.errors import CommError, ConfigError
+from sherd.machine import check_files
+
+WARN_AFTER, LOOK_EVERY = 30.0, 0.1  # seconds
+log = logging.getLogger("sherd")
+_times = itertools.count()
+_served: dict[tuple[str, int], TCPStore] = {}  # by this process, for as long as it lives: others may come late
+
+
+class MeetingPlace(NamedTuple):
+    """Where to meet, and as whom."""
+
+    store: Store
+    rank: int
+    world: int
+
+
+def from_environment(timeout: float) -> MeetingPlace:
+    """The place that MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE describe."""
+    rank, world, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    check_files(world)
+    address = os.environ.get("MASTER_ADDR", "")
+    if not address:
+        raise ConfigError("MASTER_ADDR is not set, and WORLD_SIZE is; `sherd run` and torchrun set both")
+    limit = timedelta(seconds=timeout)
+    try:
+        # The launcher's, if there is one: then every rank is a client of it.
+        if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            store = _serve(address, port, limit)
+        else:
+            store = _reach(address, port, rank, timeout)
+    except (DistError, ValueError) as error:
+        raise CommError(
+            f"rank {rank} could not join the others at MASTER_ADDR:MASTER_PORT = {address}:{port} within {timeout:g} "
+            f"s: {error}. They may have given up before; look at their output first. "
+            "`sherd run` and torchrun set these variables."
+        ) from error
+    # A name of its own for every time that ranks meet, and every time that a launcher starts them again: nothing that
+    # was left there before is found.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return MeetingPlace(PrefixStore(f"sherd/meeting/{attempt}/{next(_times)}", store), rank, world)
+
+
+def _reach(address: str, port: int, rank: int, timeout: float) -> TCPStore:
+    """The store that rank 0 or a launcher serves. On a thread: torch would wait in silence, deaf to an interrupt."""
+    make = partial(TCPStore, address, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    aside, watch, warn_at = Aside(make, "sherd-meeting"), Stopwatch(), WARN_AFTER
+    while not aside.attempt(LOOK_EVERY):
+        waited = watch.seconds()
+        if waited > timeout + LOOK_EVERY:
+            raise DistError("there is no answer")
+        if waited > warn_at:
+            server = "the launcher" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
+            log.warning("Rank %d has waited %.0f s for the store at %s:%d, by %s", rank, waited, address, port, server)
+            warn_at = 2 * waited
+    return aside.result()
+
+
+def _serve(address: str, port: int, limit: timedelta) -> TCPStore:
+    if (address, port) not in _served:
+        make = partial(TCPStore, address, port, is_master=True, timeout=limit, wait_for_workers=False)
+        try:
+            listener = network.listen(network.place_to_listen(address, others=several_hosts()), port)
+            _served[address, port] = make(master_listen_fd=listener.detach(), multi_tenant=True)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise CommError(f"rank 0 cannot listen at port {port} for {address}: {error}") from error
+            _served[address, port] = make(multi_tenant=True)  # by torch's own in this process, perhaps
+    return _served[address, port]
+
+
+def several_hosts() -> bool:
+    """Whether ranks may be on other hosts: a launcher says how many are on this one, and an address may be said to mean
+    this machine."""
+    alone = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
+    return not alone and not network.means_loopback(os.environ.get("MASTER_ADDR", ""))
+
+
+def _number(name: str) -> int:
+    text = os.environ.get(name, "")
+    if not text.isdecimal():
+        raise ConfigError(f"{name}={text!r} must be a whole number; `sherd run` and torchrun set it")
+    return int(text)

@@ -1,0 +1,98 @@
+"""Objects as ranks send them to each other.
+
+Plain data travel as such (see `plain`). Anything else has to be pickled, and whoever writes a pickle can have anything
+done where it is read. So a pickle is read where it can only come from this user's processes (memory that a host's ranks
+share), or where an HMAC by the job's key says that a rank of this job has made it, for this call. Who cannot send that
+says so to the others instead, so that all of them raise the same error and can go on.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sherd.comm import plain
+from sherd.comm.seal import TOKEN, Seal
+from sherd.errors import CommError, ConfigError
+
+PLAIN, PICKLED, SEALED, REFUSED = b"0", b"1", b"2", b"3"
+
+
+class ObjectCall(NamedTuple):
+    """One call that sends objects. `number` counts such calls, alike on all ranks: no old pickle fits a later one."""
+
+    operation: str
+    number: int
+    world: int
+    trusted: bool
+    """whether pickles need no seal"""
+    seal: Seal | None
+
+    def packed(self, obj: Any, sender: int) -> Tensor:
+        """What rank `sender`, which is this one, sends."""
+        return torch.frombuffer(bytearray(self._bytes(obj, sender)), dtype=torch.uint8)
+
+    def unpacked(self, packed: Sequence[Tensor], senders: Sequence[int]) -> list[Any]:
+        """What they sent. All ranks find the same one at fault, if any, and nothing is unpickled then."""
+        found = [self._opened(_bytes_of(data), sender) for data, sender in zip(packed, senders, strict=True)]
+        return [plain.loads(data) if kind == PLAIN else pickle.loads(data) for kind, data in found]
+
+    def _bytes(self, obj: Any, sender: int) -> bytes:
+        try:
+            return PLAIN + plain.dumps(obj)
+        except plain.NotPlain as found:
+            kind = found.kind
+        if not self.trusted and self.seal is None:
+            return REFUSED + plain.dumps((kind, ""))
+        try:
+            data = pickle.dumps(obj)
+        except Exception as error:  # of whatever kind: code of the object's own may run
+            return REFUSED + plain.dumps((kind, f"{type(error).__name__}: {error}"))
+        if self.trusted or self.seal is None:
+            return PICKLED + data
+        return SEALED + self.seal.sealed(self._label(sender), data)
+
+    def _opened(self, packed: bytes, sender: int) -> tuple[bytes, bytes]:
+        """Kind and data of what may be read."""
+        kind, data = packed[:1], packed[1:]
+        if kind == PLAIN or (kind == PICKLED and self.trusted):
+            return kind, data
+        if kind == REFUSED:
+            raise self._refusal(sender, plain.loads(data))
+        opened = self.seal.opened(self._label(sender), data) if self.seal and kind == SEALED else None
+        if opened is None:
+            raise CommError(
+                f"{self.operation} got something from rank {sender} that is neither plain data nor sealed by this "
+                f"job's key for this call, and did not read it; somebody else may have sent it, or {TOKEN} is not the "
+                f"same on all hosts",
+                (sender,),
+            )
+        return kind, opened
+
+    def _refusal(self, sender: int, found: Any) -> ConfigError:
+        kind, why = found if isinstance(found, tuple) and len(found) == 2 else ("?", "")
+        if why:
+            return ConfigError(
+                f"{self.operation}: rank {sender} passed a {kind}, which cannot be pickled ({why}); pass plain data "
+                f"or objects that pickle"
+            )
+        return ConfigError(
+            f"{self.operation}: rank {sender} passed a {kind}, which only a pickle could carry, and a pickle from the "
+            f"network may run anything: without a token nobody can tell who made it. Set {TOKEN} to the same secret on "
+            f"every host, such as `python -c 'import secrets; print(secrets.token_hex())'` prints, or pass plain data: "
+            f"numbers, strings, bytes, tensors on the CPU, and lists, tuples, sets and dicts of those"
+        )
+
+    def _label(self, sender: int) -> str:
+        return f"{self.operation} {self.number} of rank {sender} of {self.world}"
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    data = bytearray(tensor.numel())
+    if data:
+        torch.frombuffer(data, dtype=torch.uint8).copy_(tensor)
+    return bytes(data)
