@@ -99,7 +99,7 @@ def test_a_busy_rank_gets_a_warning_with_its_name_and_no_error(ranks, local):
     results = ranks(2 * local).run(on_hosts, local, test_faults.late, "cluster", 60.0, 2.5)
     assert [text for text, _ in results] == ["no error"] * (2 * local)
     for rank in set(range(2 * local)) - {1}:
-        # On a busy machine others may be late for a moment too, and are named then; the last to be waited for is rank 1.
+        # On a busy machine others may be late for a moment too, and are named then; rank 1 is named last.
         assert results[rank][1], rank
         assert "for rank 1 on" in results[rank][1][-1], "\n".join(results[rank][1])
     assert not results[1][1]
