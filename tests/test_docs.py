@@ -1,4 +1,4 @@
-"""What the documentation points at exists: files, headings, the words of errors; and both languages show the same code."""
+"""What the documentation points at exists: files, headings, the words of errors. Both languages show the same code."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ PAGES = [*ROOT.glob("README*.md"), *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-VARIABLE = re.compile(  # what a message has between its constant words; the launcher puts "waiting for" in front of some
-    r"(?<!\w)'[^']*'|\b[a-z0-9.-]+:\d+|\b\d+(?:\.\d+)*\b|host-[ab]|interface eth\d|\.\.\.|SHERD_TOKEN|\[[^\]]*\]|\([^-)]*\)|^waiting for "
+VARIABLE = re.compile(  # what a message has between its constant words; the launcher begins some with "waiting for"
+    r"(?<!\w)'[^']*'|\b[a-z0-9.-]+:\d+|\b\d+(?:\.\d+)*\b|host-[ab]|interface eth\d"
+    r"|\.\.\.|SHERD_TOKEN|\[[^\]]*\]|\([^-)]*\)|^waiting for "
 )
 
 
