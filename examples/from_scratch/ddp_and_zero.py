@@ -16,7 +16,7 @@ weights are the same to rounding: sums are taken in another order.
 from __future__ import annotations
 
 import torch
-from problem import loss_of, memory, network, state, weights
+from problem import loss_of, memory, network, padded, state, weights
 from torch import nn
 
 from sherd import comm
@@ -40,14 +40,13 @@ def train(ranks: comm.Communicator, size: int, steps: int) -> tuple[nn.Module, i
         ranks.broadcast(parameter.data, root=0).wait()
     flat = weights(model)  # all parameters one after the other, and padding up to a multiple of the slices
     count, length = flat.numel(), -(-flat.numel() // size)
-    whole = torch.cat([flat, torch.zeros(length * size - count)])
+    whole = padded(flat, length * size)
     mine = whole[row.rank * length :][:length]
     optimizer = torch.optim.AdamW([mine], lr=0.01)
     for step in range(steps):
         loss_of(model, step, ranks.rank).backward()  # type: ignore[no-untyped-call]
-        gradient = torch.zeros_like(whole)
-        gradient[:count] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        part = row.reduce_scatter(gradient).wait()  # the group's sum, of one slice
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        part = row.reduce_scatter(padded(gradients, length * size)).wait()  # the group's sum, of one slice
         mine.grad = column.all_reduce(part).wait() / ranks.world  # the sum of all groups, hence the mean of all ranks
         optimizer.step()
         row.publish(mine, whole).wait()  # nothing to send to other groups: their ranks made the same update

@@ -31,6 +31,11 @@ def weights(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
+def padded(tensor: Tensor, length: int) -> Tensor:
+    """Its elements one after the other, then zeros."""
+    return torch.cat([tensor.flatten(), tensor.new_zeros(length - tensor.numel())])
+
+
 def memory(tensors: Iterable[Tensor | None]) -> int:
     """The bytes behind them. Views of one storage count once."""
     storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
@@ -40,3 +45,8 @@ def memory(tensors: Iterable[Tensor | None]) -> int:
 def state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """What it remembers of every element; for Adam two numbers. Its count of steps is no part of that."""
     return [value for by_name in optimizer.state.values() for value in by_name.values() if value.dim()]
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """The largest difference of any element."""
+    return (found - expected).abs().max().item()

@@ -2,39 +2,36 @@
 
     sherd run -n 2 examples/from_scratch/zero.py
 
-Every parameter is cut into one slice per rank, and a rank updates only its own. Stage 1 cuts the optimizer state,
-stage 2 gradients too, stage 3 the parameters as well: they are whole only while a layer uses them.
+Each parameter is cut into one slice per rank, and a rank updates only its own. Stage 1 cuts the optimizer state, stage 2
+gradients too, stage 3 the parameters as well: they are whole only while a layer uses them.
 """
 
 from __future__ import annotations
 
 import torch
-from problem import loss_of, memory, network, state
+from problem import loss_of, memory, network, padded, state
 from torch import Tensor, nn
 
 from sherd import comm
 
 
-def padded(tensor: Tensor, length: int) -> Tensor:
-    return torch.cat([tensor.flatten(), tensor.new_zeros(length - tensor.numel())])
-
-
 class Sliced:
     """A parameter: the `whole` that layers use, and the slice of it that is `mine` and that the optimizer steps."""
 
-    def __init__(self, ranks: comm.Communicator, parameter: nn.Parameter, stage: int) -> None:
+    def __init__(self, ranks: comm.Communicator, layer: nn.Module, parameter: Tensor, stage: int) -> None:
         self.ranks, self.stage = ranks, stage
         length = -(-parameter.numel() // ranks.world)  # rounded up: the last slices may end in padding
         self.slice = slice(ranks.rank * length, (ranks.rank + 1) * length)
         self.whole = padded(ranks.broadcast(parameter.data, root=0).wait(), ranks.world * length)
         parameter.data = self.whole[: parameter.numel()].view(parameter.shape)
-        self.mine = self.whole[self.slice]
+        self.mine = self.whole[self.slice].clone() if stage == 3 else self.whole[self.slice]
         if stage == 3:
-            self.mine = self.mine.clone()
             self.forget()
+            layer.register_forward_pre_hook(self.gather)
+            layer.register_forward_hook(self.after_forward)
         parameter.register_post_accumulate_grad_hook(self.reduce)  # type: ignore[no-untyped-call]
 
-    def reduce(self, parameter: Tensor) -> None:  # backward has this rank's gradient: the mean takes its place
+    def reduce(self, parameter: Tensor) -> None:  # when backward has this rank's gradient
         gradient = padded(parameter.grad, self.whole.numel())  # type: ignore[arg-type]
         if self.stage == 1:
             self.mine.grad = self.ranks.all_reduce(gradient, op="mean").wait()[self.slice]
@@ -58,25 +55,18 @@ class Sliced:
 
 def train(ranks: comm.Communicator, stage: int, steps: int) -> tuple[nn.Module, list[int]]:
     """The model, and the bytes of parameters, gradients and state that this rank holds at the end of a step."""
-    slices, held, model = [], [0, 0, 0], network()
-    for layer in model:
-        for parameter in layer.parameters():
-            slices.append(one := Sliced(ranks, parameter, stage))
-            if stage == 3:
-                layer.register_forward_pre_hook(one.gather)
-                layer.register_forward_hook(one.after_forward)
+    model = network()
+    slices = [Sliced(ranks, layer, parameter, stage) for layer in model for parameter in layer.parameters()]
     optimizer = torch.optim.AdamW([one.mine for one in slices], lr=0.01)  # so that its state is of the slices alone
     for step in range(steps):
         loss_of(model, step, ranks.rank).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         for one in slices if stage < 3 else ():
             ranks.publish(one.mine, one.whole).wait()  # stages 1 and 2: everybody needs what this rank updated
-        kept = [t for one in slices for t in (one.mine, one.whole)], [one.mine.grad for one in slices], state(optimizer)
-        held = [memory(tensors) for tensors in kept]
-        optimizer.zero_grad()
+    held = [memory(t for one in slices for t in (one.mine, one.whole)), memory(one.mine.grad for one in slices)]
     for one in slices if stage == 3 else ():
         one.gather()  # for whoever looks at the model next
-    return model, held
+    return model, [*held, memory(state(optimizer))]
 
 
 def main() -> None:
