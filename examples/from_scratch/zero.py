@@ -2,8 +2,8 @@
 
     sherd run -n 2 examples/from_scratch/zero.py
 
-Each parameter is cut into one slice per rank, and a rank updates only its own. Stage 1 cuts the optimizer state, stage 2
-gradients too, stage 3 the parameters as well: they are whole only while a layer uses them.
+Each parameter is cut into one slice per rank, and a rank updates only its own. Stage 1 cuts the optimizer state,
+stage 2 gradients too, stage 3 the parameters as well: they are whole only while a layer uses them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ class Sliced:
         parameter.register_post_accumulate_grad_hook(self.reduce)  # type: ignore[no-untyped-call]
 
     def reduce(self, parameter: Tensor) -> None:  # when backward has this rank's gradient
-        gradient = padded(parameter.grad, self.whole.numel())  # type: ignore[arg-type]
+        gradient, parameter.grad = padded(parameter.grad, self.whole.numel()), None  # type: ignore[arg-type]
         if self.stage == 1:
             self.mine.grad = self.ranks.all_reduce(gradient, op="mean").wait()[self.slice]
         else:  # no more than the slice that this rank will step, and half of what an all-reduce sends
             self.mine.grad = self.ranks.reduce_scatter(gradient, op="mean").wait()
-        parameter.grad = None
         if self.stage == 3:
             self.forget()
 
