@@ -1,7 +1,7 @@
 """Write the README's tables of measured results from benchmarks/results: `python -m benchmarks.readme [--check]`.
 
-Each table is one file of results; a file that is missing leaves its table out. README.md and README.zh-CN.md have the same
-figures with headings of their own. `--check` writes nothing and fails if a README is not up to date.
+Each table is one file of results; a file that is missing leaves its table out. Both languages have the same figures.
+`--check` writes nothing and fails if a README is not up to date.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.readme_words import NAMES, WORDS
+
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 READMES = {"README.md": "en", "README.zh-CN.md": "zh"}
@@ -21,78 +23,6 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 Results = Mapping[str, Any]  # of one run, as a file has them
 
-LIMIT = "unconnected"
-NAMES = {
-    "sherd-zero1": "sherd zero1",
-    "sherd-zero2": "sherd zero2",
-    "sherd-zero3": "sherd zero3",
-    "sherd-ddp": "sherd ddp",
-    "torch-ddp": "torch DDP",
-    "torch-zero": "torch ZeroRedundancyOptimizer",
-    "fsdp2": "torch FSDP2",
-    "deepspeed-1": "DeepSpeed 1",
-    "deepspeed-2": "DeepSpeed 2",
-    "deepspeed-3": "DeepSpeed 3",
-}
-"""The contenders, in the order of a table."""
-
-WORDS: dict[str, dict[str, str]] = {
-    "en": {
-        LIMIT: "processes without communication",
-        "single": "one process on all cores, the same batch in all",
-        "one-core": "one process on one core",
-        "all-cores": "one process on all cores",
-        "machine": "a machine with {cores} cores",
-        "training": "A GPT of {size} parameters, fp32 AdamW, {ranks} ranks on {machine} (`make bench-training`):",
-        "memory": "Memory alone, at {size} parameters, on {machine} (`make bench-memory`):",
-        "cluster": "{hosts} hosts of {ranks} ranks with a link of {megabits} Mbit/s between them, played by {machine} "
-        "(`make bench-cluster`):",
-        "backend": "torch's own DDP and FSDP2 over gloo and over the [backend](docs/backend.md) `\"sherd\"`, {ranks} "
-        "ranks on {machine} (`make bench-backend`):",
-        "resnet": "ResNet-50, {size} x {size} pixels, {batch} images a step on all ranks together, fp32 AdamW, on "
-        "{machine} (`python -m benchmarks.resnet`):",
-        "A": "step, 2 x 128 tokens per rank",
-        "B": "step, 1 x 32 tokens per rank",
-        "bytes": "host memory, bytes per parameter",
-        "ranks": "{ranks} ranks",
-        "step": "step",
-        "sent": "sent by a host per step",
-        "gloo": "step over gloo",
-        "sherd": "over sherd",
-        "times": "times as fast",
-        "images": "images/s",
-        "one": "speed-up to one core",
-        "all": "to all cores",
-        "peak": "host memory",
-    },
-    "zh": {
-        LIMIT: "互不通信的进程",
-        "single": "使用全部核心的单进程，总批次相同",
-        "one-core": "单核单进程",
-        "all-cores": "使用全部核心的单进程",
-        "machine": "一台 {cores} 核的机器",
-        "training": "{size} 参数的 GPT，fp32 AdamW，{machine}上 {ranks} 个 rank（`make bench-training`）：",
-        "memory": "只看内存，{size} 参数，{machine}（`make bench-memory`）：",
-        "cluster": "{hosts} 台主机、每台 {ranks} 个 rank，之间的链路为 {megabits} Mbit/s，由{machine}模拟（`make bench-cluster`）：",
-        "backend": "torch 自带的 DDP 和 FSDP2，使用 gloo 与使用[后端](docs/backend.md) `\"sherd\"`，{machine}上 {ranks} 个 rank"
-        "（`make bench-backend`）：",
-        "resnet": "ResNet-50，{size} x {size} 像素，所有 rank 合计每步 {batch} 张图，fp32 AdamW，{machine}"
-        "（`python -m benchmarks.resnet`）：",
-        "A": "每步，每 rank 2 x 128 个 token",
-        "B": "每步，每 rank 1 x 32 个 token",
-        "bytes": "主机内存，每个参数的字节数",
-        "ranks": "{ranks} 个 rank",
-        "step": "每步",
-        "sent": "每台主机每步发送",
-        "gloo": "每步，使用 gloo",
-        "sherd": "使用 sherd",
-        "times": "倍数",
-        "images": "图像/秒",
-        "one": "相对单核的加速比",
-        "all": "相对全部核心",
-        "peak": "主机内存",
-    },
-}
 Words = Mapping[str, str]
 
 
@@ -105,7 +35,7 @@ def training(runs: Sequence[Results], words: Words) -> str:
     columns = {words[workload]: {name: median(one) for name, one in by.items()} for workload, by in results.items()}
     columns[words["bytes"]] = {name: one["bytes_per_parameter"] for name, one in results["A"].items()}
     forms = [milliseconds] * len(results) + ["{:.1f}".format]
-    caption = words["training"].format(size=run["size"].upper(), ranks=run["ranks"], machine=machine("training", run, words))
+    caption = words["training"].format(size=size_of(run), ranks=run["ranks"], machine=machine("training", run, words))
     return f"{caption}\n\n{table(columns, forms, words)}"
 
 
@@ -114,8 +44,7 @@ def memory(runs: Sequence[Results], words: Words) -> str:
     for run in runs:
         heading = f"{words['bytes']}, {words['ranks'].format(ranks=run['ranks'])}"
         columns[heading] = {name: one["peak"] for name, one in run["results"].items() if not one["failure"]}
-    where = machine("training_memory", runs[0], words) or machine("training", {}, words)
-    caption = words["memory"].format(size=runs[0]["size"].upper(), machine=where)
+    caption = words["memory"].format(size=size_of(runs[0]))
     return f"{caption}\n\n{table(columns, ['{:.1f}'.format] * len(columns), words)}"
 
 
@@ -157,7 +86,10 @@ def resnet(runs: Sequence[Results], words: Words) -> str:
                     if name in NAMES
                     else words[name],
                     f"{run['batch'] / times[name]:.1f}",
-                    *(f"{times[other] / times[name]:.2f}" if other in times else "" for other in ("one-core", "all-cores")),
+                    *(
+                        f"{times[other] / times[name]:.2f}" if other in times else ""
+                        for other in ("one-core", "all-cores")
+                    ),
                     f"{one['bytes_per_parameter'] * run['parameters'] / 1e6:,.0f} MB",
                 ]
             )
@@ -180,7 +112,11 @@ TABLES: dict[str, Callable[[Any, Words], str]] = {
 
 
 def median(one: Results) -> float:
-    return statistics.median(one["seconds"])
+    return float(statistics.median(one["seconds"]))
+
+
+def size_of(run: Results) -> str:
+    return f"{run['size'].removesuffix('m')} M"
 
 
 def milliseconds(seconds: float) -> str:
@@ -210,8 +146,9 @@ def table(columns: Mapping[str, Mapping[str, float]], forms: Sequence[Callable[[
     for name in names:
         row = [NAMES.get(name) or words[name]]
         for column, form in zip(columns.values(), forms, strict=True):
-            best = min(value for other, value in column.items() if other in NAMES)
-            bold = "**" if name in NAMES and name in column and column[name] <= 1.02 * best else ""
+            rivals = [value for other, value in column.items() if other in NAMES]
+            compared = name in NAMES and name in column and any("sherd" not in other for other in column)
+            bold = "**" if compared and column[name] <= 1.02 * min(rivals) else ""
             row.append(f"{bold}{form(column[name])}{bold}" if name in column else "")
         rows.append(row)
     return markdown(["", *columns], rows)
@@ -251,7 +188,9 @@ def main() -> None:
             if not check:
                 path.write_text(new)
     if check and stale:
-        raise SystemExit(f"{' and '.join(stale)}: not up to date with benchmarks/results; run python -m benchmarks.readme")
+        raise SystemExit(
+            f"{' and '.join(stale)}: not up to date with benchmarks/results; run python -m benchmarks.readme"
+        )
 
 
 if __name__ == "__main__":
