@@ -19,6 +19,7 @@ from benchmarks.readme_words import NAMES, WORDS
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 READMES = {"README.md": "en", "README.zh-CN.md": "zh"}
+NOISE = 1.02  # what differs by less is the same
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 Results = Mapping[str, Any]  # of one run, as a file has them
@@ -32,8 +33,10 @@ Words = Mapping[str, str]
 def training(runs: Sequence[Results], words: Words) -> str:
     run = runs[0]
     results = run["results"]
-    columns = {words[workload]: {name: median(one) for name, one in by.items()} for workload, by in results.items()}
-    columns[words["bytes"]] = {name: one["bytes_per_parameter"] for name, one in results["A"].items()}
+    columns = {
+        words[workload]: {name: median(one) for name, one in trained(by).items()} for workload, by in results.items()
+    }
+    columns[words["bytes"]] = {name: one["bytes_per_parameter"] for name, one in trained(results["A"]).items()}
     forms = [milliseconds] * len(results) + ["{:.1f}".format]
     caption = words["training"].format(size=size_of(run), ranks=run["ranks"], machine=machine("training", run, words))
     return f"{caption}\n\n{table(columns, forms, words)}"
@@ -49,7 +52,7 @@ def memory(runs: Sequence[Results], words: Words) -> str:
 
 
 def cluster(run: Results, words: Words) -> str:
-    results = run["results"]["A"]
+    results = trained(run["results"]["A"])
     sent = {name: one["bytes_sent"] / len(one["seconds"]) for name, one in results.items() if one["bytes_sent"]}
     columns = {words["step"]: {name: median(one) for name, one in results.items()}, words["sent"]: sent}
     caption = words["cluster"].format(
@@ -62,12 +65,17 @@ def cluster(run: Results, words: Words) -> str:
 
 
 def backend(run: Results, words: Words) -> str:
-    results = run["results"]["A"]
-    names = [name for name in NAMES if f"{name}-on-sherd" in results]
+    results = trained(run["results"]["A"])
+    names = [name for name in NAMES if {name, f"{name}-on-sherd"} <= results.keys()]
     gloo = {name: median(results[name]) for name in names}
     ours = {name: median(results[f"{name}-on-sherd"]) for name in names}
     rows = [
-        [NAMES[name], milliseconds(gloo[name]), f"**{milliseconds(ours[name])}**", f"{gloo[name] / ours[name]:.2f}"]
+        [
+            NAMES[name],
+            milliseconds(gloo[name]),
+            bold(milliseconds(ours[name]), ours[name] < gloo[name]),
+            f"{gloo[name] / ours[name]:.2f}",
+        ]
         for name in names
     ]
     caption = words["backend"].format(ranks=run["ranks"], machine=machine("backend", run, words))
@@ -75,27 +83,25 @@ def backend(run: Results, words: Words) -> str:
 
 
 def resnet(runs: Sequence[Results], words: Words) -> str:
+    """One process comes first and once: its figures of the first run."""
     rows = []
     for run in runs:
-        times = {name: median(one) for name, one in run["results"].items() if one["seconds"]}
-        for name in sorted(times, key=position):
-            one = run["results"][name]
-            rows.append(
-                [
-                    f"{words.get(name) or NAMES[name]}, {words['ranks'].format(ranks=run['ranks'])}"
-                    if name in NAMES
-                    else words[name],
-                    f"{run['batch'] / times[name]:.1f}",
-                    *(
-                        f"{times[other] / times[name]:.2f}" if other in times else ""
-                        for other in ("one-core", "all-cores")
-                    ),
-                    f"{one['bytes_per_parameter'] * run['parameters'] / 1e6:,.0f} MB",
-                ]
-            )
-    caption = words["resnet"].format(
-        size=runs[0]["size"], batch=runs[0]["batch"], machine=words["machine"].format(cores=runs[0]["cores"])
-    )
+        measured = trained(run["results"])
+        memory = {name: one["bytes_per_parameter"] * run["parameters"] for name, one in measured.items()}
+        one, whole = (median(measured[name]) for name in ("one-core", "all-cores"))
+        fastest = min(median(found) for name, found in measured.items() if name in NAMES)
+        smallest = min(count for name, count in memory.items() if name in NAMES)
+        for name in sorted(measured, key=position):
+            if name not in NAMES and run is not runs[0]:
+                continue
+            time = median(measured[name])
+            fast, small = name in NAMES and time <= NOISE * fastest, name in NAMES and memory[name] <= NOISE * smallest
+            ranks = f", {words['ranks'].format(ranks=run['ranks'])}" if name in NAMES else ""
+            figures = [f"{run['batch'] / time:.1f}", f"{one / time:.2f}", f"{whole / time:.2f}"]
+            rows.append([title(name, words) + ranks, *(bold(figure, fast) for figure in figures)])
+            rows[-1].append(bold(f"{memory[name] / 1e6:,.0f} MB", small))
+    where = machine("resnet", runs[0], words)
+    caption = words["resnet"].format(size=runs[0]["size"], batch=runs[0]["batch"], machine=where)
     return f"{caption}\n\n{markdown(['', *(words[key] for key in ('images', 'one', 'all', 'peak'))], rows)}"
 
 
@@ -109,6 +115,11 @@ TABLES: dict[str, Callable[[Any, Words], str]] = {
 
 
 # ---------------------------------------------------------------- their parts
+
+
+def trained(results: Results) -> dict[str, Results]:
+    """Without those that failed."""
+    return {name: one for name, one in results.items() if one["seconds"]}
 
 
 def median(one: Results) -> float:
@@ -135,23 +146,31 @@ def machine(name: str, run: Results, words: Words) -> str:
     """As the file has it. Older files know the number of cores alone, from the title of the table beside them."""
     if "machine" in run:
         return f"{words['machine'].format(cores=run['machine']['cores'])} ({run['machine']['cpu']})"
-    found = re.search(r"on (\d+) cores", (RESULTS / f"{name}.txt").read_text())
-    return words["machine"].format(cores=found[1]) if found else ""
+    text = RESULTS / f"{name}.txt"
+    found = re.search(r"on (\d+) cores", text.read_text() if text.exists() else "")
+    cores = run.get("cores") or (found[1] if found else "?")
+    return words["machine"].format(cores=cores)
 
 
 def table(columns: Mapping[str, Mapping[str, float]], forms: Sequence[Callable[[float], str]], words: Words) -> str:
-    """Contenders by row. In bold what is within 2% of the best that trains together: less is noise."""
-    names = sorted({name for column in columns.values() for name in column}, key=position)
+    """Contenders by row; in bold the best of those that train together, where there are others than ours."""
     rows = []
-    for name in names:
-        row = [NAMES.get(name) or words[name]]
+    for name in sorted({name for column in columns.values() for name in column}, key=position):
+        row = [title(name, words)]
         for column, form in zip(columns.values(), forms, strict=True):
-            rivals = [value for other, value in column.items() if other in NAMES]
+            best = min(value for other, value in column.items() if other in NAMES)
             compared = name in NAMES and name in column and any("sherd" not in other for other in column)
-            bold = "**" if compared and column[name] <= 1.02 * min(rivals) else ""
-            row.append(f"{bold}{form(column[name])}{bold}" if name in column else "")
+            row.append(bold(form(column[name]), compared and column[name] <= NOISE * best) if name in column else "")
         rows.append(row)
     return markdown(["", *columns], rows)
+
+
+def title(name: str, words: Words) -> str:
+    return NAMES.get(name) or words[name]
+
+
+def bold(text: str, really: bool) -> str:
+    return f"**{text}**" if really else text
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

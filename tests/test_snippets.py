@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 import pytest
-from tests.snippets import PAGES, ROOT, Block, blocks_of, chains_of
-
 from benchmarks import readme
+from tests.snippets import PAGES, ROOT, Block, blocks_of, chains_of
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 CHAINS = [chain for page in PAGES for chain in chains_of(blocks_of(page))]
@@ -168,7 +167,8 @@ def page(tmp_path, monkeypatch, text):
 
 
 def test_a_block_that_fails_is_found_with_its_line(tmp_path, monkeypatch, runner):
-    text = "# A page\n\n<!-- setup\nx = 1\n-->\n```python\ny = x + 1\n```\nand\n\n<!-- continues -->\n```python\ny.no\n```\n"
+    text = "# A page\n\n<!-- setup\nx = 1\n-->\n```python\ny = x + 1\n```\nand\n\n"
+    text += "<!-- continues -->\n```python\ny.no\n```\n"
     (chain,) = chains_of(page(tmp_path, monkeypatch, text))
     assert [block.line for block in chain] == [7, 13]
     assert not runner(chain[:1])
@@ -179,7 +179,8 @@ def test_a_block_that_fails_is_found_with_its_line(tmp_path, monkeypatch, runner
 
 
 def test_commands_that_do_not_work_are_found(tmp_path, monkeypatch):
-    text = "<!-- not run: a reason -->\n```sh\nsherd run --ranks 2 x.py  # a comment\n```\n\n```sh\nmake nonsense\nls\n```\n"
+    text = "<!-- not run: a reason -->\n```sh\nsherd run --ranks 2 x.py  # a comment\n```\n\n"
+    text += "```sh\nmake nonsense\nls\n```\n"
     marked, unmarked = page(tmp_path, monkeypatch, text)
     assert (marked.not_run, unmarked.not_run) == ("a reason", None)
     assert unknown_options(own(commands(marked)[0])) == ["--ranks"]
@@ -194,3 +195,18 @@ def test_the_tables_of_results_are_up_to_date():
 def test_tables_need_their_markers():
     with pytest.raises(SystemExit, match="results:begin"):
         readme.written("no markers", "en")
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_table_of_images(tmp_path, monkeypatch, language):
+    """Each language has every word; speed-ups are to what was measured in the same run."""
+    times = {"one-core": 8.0, "all-cores": 5.0, "sherd-zero2": 4.0}
+    results = {name: {"seconds": [seconds], "bytes_per_parameter": 40.0} for name, seconds in times.items()}
+    run = {"ranks": 2, "cores": 2, "size": 64, "batch": 32, "parameters": 25_000_000, "results": results}
+    (tmp_path / "resnet.json").write_text(json.dumps([run]))
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    text = readme.written(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n", language)
+    assert "old" not in text
+    assert "| 4.0 | 1.00 | 0.62 | 1,000 MB |" in text
+    assert re.search(r"sherd zero2, .* \| \*\*8\.0\*\* \| \*\*2\.00\*\* \| \*\*1\.25\*\* \| \*\*1,000 MB\*\* \|", text)
+    assert readme.WORDS["en"].keys() == readme.WORDS["zh"].keys()
