@@ -28,7 +28,6 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     *(ROOT / name for name in ("README.md", "README.zh-CN.md") if (ROOT / name).exists()),
     *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "examples").glob("**/*.md")),
 ]
 SECONDS = 60  # of one chain; for those that hang
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*).*\n(?P<code>(?:.*\n)*?) *```$", re.MULTILINE)
@@ -94,9 +93,13 @@ def _run(chain: list[Block], output: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    # Ranks that the script starts import it from a file, as they would that of a reader.
+    file = Path.cwd() / "snippet.py"
+    file.write_text("\n".join(block.setup + block.code for block in chain))
     script = types.ModuleType("__main__")
-    sys.modules["__main__"], sys.argv = script, ["snippet.py"]
-    sys.path.insert(0, "")
+    script.__file__ = str(file)
+    sys.modules["__main__"], sys.argv = script, [str(file)]
+    sys.path.insert(0, str(file.parent))
     status = 0
     try:
         for block in chain:
@@ -139,7 +142,7 @@ def main() -> None:
 
     import sherd
 
-    _ = sherd.distribute, sherd.testing if hasattr(sherd, "testing") else None
+    _ = sherd.distribute  # imported when it is asked for
     for line in sys.stdin:
         chain = [Block(**block) for block in json.loads(line)]
         print(json.dumps(_answer(chain)), flush=True)

@@ -179,11 +179,11 @@ def test_a_block_that_fails_is_found_with_its_line(tmp_path, monkeypatch, runner
 
 
 def test_commands_that_do_not_work_are_found(tmp_path, monkeypatch):
-    text = "<!-- not run: a reason -->\n```sh\nsherd run --ranks 2 x.py  # a comment\n```\n\n"
+    text = "<!-- not run: a reason -->\n```sh\nsherd run --rings 2 x.py  # a comment\n```\n\n"
     text += "```sh\nmake nonsense\nls\n```\n"
     marked, unmarked = page(tmp_path, monkeypatch, text)
     assert (marked.not_run, unmarked.not_run) == ("a reason", None)
-    assert unknown_options(own(commands(marked)[0])) == ["--ranks"]
+    assert unknown_options(own(commands(marked)[0])) == ["--rings"]
     assert all(problem_of(words) for words in commands(unmarked))
 
 
