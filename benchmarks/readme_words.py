@@ -32,7 +32,7 @@ WORDS: dict[str, dict[str, str]] = {
         "backend": 'torch\'s own DDP and FSDP2 over gloo and over the [backend](docs/backend.md) `"sherd"`, {ranks} '
         "ranks on {machine} (`make bench-backend`):",
         "resnet": "ResNet-50, {size} x {size} pixels, {batch} images a step on all ranks together, fp32 AdamW, on "
-        "{machine} (`python -m benchmarks.resnet`):",
+        "{machine} (`make bench-resnet`):",
         "A": "step, 2 x 128 tokens per rank",
         "B": "step, 1 x 32 tokens per rank",
         "bytes": "host memory, bytes per parameter",
@@ -60,7 +60,7 @@ WORDS: dict[str, dict[str, str]] = {
         "backend": 'torch 自带的 DDP 和 FSDP2，使用 gloo 与使用[后端](docs/backend.md) `"sherd"`，{machine}上 '
         "{ranks} 个 rank（`make bench-backend`）：",
         "resnet": "ResNet-50，{size} x {size} 像素，所有 rank 合计每步 {batch} 张图，fp32 AdamW，{machine}"
-        "（`python -m benchmarks.resnet`）：",
+        "（`make bench-resnet`）：",
         "A": "每步，每 rank 2 x 128 个 token",
         "B": "每步，每 rank 1 x 32 个 token",
         "bytes": "主机内存，每个参数的字节数",
