@@ -23,7 +23,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import random
+import re
 import signal
 import statistics
 from collections.abc import Iterable
@@ -31,7 +33,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+import torch
 from rich.console import Console, RenderableType
 
 from benchmarks.gpt import SIZES
@@ -175,14 +179,23 @@ def main() -> None:
     publish("training_memory" if arguments.memory else "training", tables, saved, console, not arguments.no_save)
 
 
-def publish(name: str, tables: list[RenderableType], saved: object, console: Console, save: bool) -> None:
+def publish(name: str, tables: list[RenderableType], saved: Any, console: Console, save: bool) -> None:
     console.print(*tables, sep="\n")
+    for run in saved if isinstance(saved, list) else [saved]:
+        run["machine"] = machine()
     if save:
         recorder = Console(width=130, record=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
         recorder.print(*tables, sep="\n")
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"{name}.txt").write_text(recorder.export_text())
         (RESULTS / f"{name}.json").write_text(json.dumps(saved, indent=1) + "\n")
+
+
+def machine() -> dict[str, object]:
+    """What the README says of the machine, and what a reader would ask next."""
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    cpu = found[1] if found else platform.machine()
+    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "torch": torch.__version__}
 
 
 def end_ranks_when_stopped() -> None:
