@@ -1,7 +1,7 @@
 """Steps of a run as a reader shows them: what every rank reported of one step, merged into one row. Pure arithmetic.
 
 Losses are averaged over ranks by samples, and figures by their own weights. Norms come as shares that are added up
-before the root is taken. What a host holds is the sum over its ranks by kind, as each rank accounts for what it allocated.
+before the root is taken. A host's memory is the sum over its ranks by kind, as each rank accounts for what it allocated.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ is of the last one. A rank begins a new run with a `run.start` that comes from a
 after steps (several `distribute` before the first step are one run); what other ranks still tell of the run before is
 left out.
 
-A step is complete when all ranks have reported it. A rank that has ended, that others reported as lost, or that has told
-of a later step is not waited for. Figures of `sherd.log` belong to the step that follows on the same rank, and those
+A step is complete when all ranks have reported it. A rank that has ended, that others reported as lost, or that has
+told of a later step is not waited for. Figures of `sherd.log` belong to the step that follows on the same rank, and those
 after the last step to that one. Events of unknown kinds are ignored.
 """
 
