@@ -55,7 +55,8 @@ def throughput(runs: Sequence[Run]) -> Panel | None:
 def step_time(runs: Sequence[Run]) -> Panel | None:
     """How long each step took."""
     data = _curves(runs, "seconds", lambda row: row.duration, smooth=True)
-    return _panel("Seconds per step", "Of the slowest rank.", data, axis(rangemode="tozero"), log=True)
+    durations = [row.duration for run in runs for row in run.record.steps if row.duration]
+    return _panel("Seconds per step", "Of the slowest rank.", data, axis(**usual_range(durations)), log=True)
 
 
 def norm(runs: Sequence[Run]) -> Panel | None:
@@ -71,7 +72,13 @@ def learning_rate(runs: Sequence[Run]) -> Panel | None:
     for number in range(1, groups):
         if any(len(row.lr) > number and row.lr[number] != row.lr[0] for run in runs for row in run.record.steps):
             data += _curves(runs, f"group {number}", _group_rate(number), dash="dot", named=True)
-    return _panel("Learning rate", "", data, axis(rangemode="tozero", exponentformat="power"), log=True)
+    return _panel(
+        "Learning rate",
+        "Of the optimizer's first group.",
+        data,
+        axis(rangemode="tozero", exponentformat="power"),
+        log=True,
+    )
 
 
 def sent(runs: Sequence[Run]) -> Panel | None:
@@ -115,7 +122,7 @@ def _curves(
         soft = smooth and len(rows) >= SMOOTH_FROM
         raw = _trace(run, rows, values, label, {"color": run.colour, "width": 1 if soft else 1.8, "dash": dash})
         if sparse and len(rows) <= MARKED_UP_TO:
-            raw |= {"mode": "lines+markers", "marker": {"size": 6, "color": run.colour}}
+            raw |= {"mode": "lines+markers", "marker": {"size": 6, "color": run.colour}, "cliponaxis": False}
         traces.append(raw)
         if soft:
             raw |= {"opacity": 0.35}
@@ -148,6 +155,14 @@ def _panel(title: str, note: str, data: list[dict[str, Any]], y: dict[str, Any],
 
 def _byte_axis(data: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return axis(rangemode="tozero", **byte_ticks(max((y for trace in data for y in trace["y"] if y), default=0)))
+
+
+def usual_range(values: Sequence[float]) -> dict[str, Any]:
+    """An axis from zero to above all but the rarest: a first step that builds everything would flatten the rest."""
+    if not values:
+        return {"rangemode": "tozero"}
+    usual = sorted(values)[min(int(len(values) * 0.98), len(values) - 1)]
+    return {"range": [0, usual * 1.2]} if usual * 1.5 < max(values) else {"rangemode": "tozero"}
 
 
 def finite(value: float | None) -> float | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sherd.observe.rows import PHASES, StepRow
-from sherd.report.curves import finite
+from sherd.report.curves import finite, usual_range
 from sherd.report.panels import KIND_COLOURS, PHASE_COLOURS, Panel, Run, axis, byte_ticks, colours_of
 from sherd.report.thinning import thinned
 from sherd.report.wording import of_bytes, of_seconds
@@ -38,9 +38,7 @@ def phases_over_time(run: Run) -> Panel | None:
         }
         for phase, colour in _phase_colours(rows).items()
     ]
-    # A first step that builds everything would flatten all that follow.
-    usual = _quantile([sum(row.seconds.values()) for row in rows], 0.98)
-    y = axis(tickformat=".3~s", ticksuffix="s", range=[0, usual * 1.15] if usual else None)
+    y = axis(tickformat=".3~s", ticksuffix="s", **usual_range([sum(row.seconds.values()) for row in rows]))
     layout = {"xaxis": axis("step"), "yaxis": y, "hovermode": "x unified"}
     return Panel("Step by step", "Mean over ranks.", data, layout, timed=True, run=run)
 
@@ -164,7 +162,3 @@ def _rows_by_rank(rows: Sequence[StepRow]) -> dict[int, list[StepRow]]:
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(int(len(values) * share), len(values) - 1)]

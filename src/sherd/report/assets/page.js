@@ -78,8 +78,9 @@
   const toggleLog = (button) => {
     const on = button.getAttribute("aria-pressed") !== "true";
     button.setAttribute("aria-pressed", String(on));
-    const ticks = plots[button.dataset.plot].layout.yaxis.tickmode;
-    const change = { "yaxis.type": on ? "log" : "linear", "yaxis.autorange": true };
+    const { tickmode: ticks, range } = plots[button.dataset.plot].layout.yaxis;
+    const change = { "yaxis.type": on ? "log" : "linear", "yaxis.autorange": on || !range };
+    if (range && !on) change["yaxis.range"] = [...range];
     // Ticks that were chosen for a linear axis are of no use on the other.
     if (ticks) change["yaxis.tickmode"] = on ? "auto" : ticks;
     Plotly.relayout(element(button.dataset.plot), change);
