@@ -148,7 +148,7 @@ def trained(strategy, optimizer=adamw, weight=None, **options):
             now, before = sent[-1], sent[-2]
             found.append(
                 {
-                    "loss": float(loss),
+                    "loss": loss.item(),
                     "rows": len(x),
                     "norm": norm,
                     "bytes": {"payload": now.payload - before.payload, "control": now.control - before.control},
@@ -274,7 +274,7 @@ def unusual(strategy):
         losses = []
         for number in range(9):
             loss = loss_of(model, batch(c.rank, number, dtype=torch.float64))
-            losses.append(float(loss))
+            losses.append(loss.item())
             if number == 4:
                 loss = loss * math.nan
             loss.backward()
@@ -312,7 +312,7 @@ def with_closures(kind):
             loss.backward()
             return loss
 
-        return [float(optimizer.step(closure)) for _ in range(2)]
+        return [optimizer.step(closure).item() for _ in range(2)]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
@@ -337,7 +337,7 @@ def logged():
             loss = loss_of(model, (x, y))
             if c.rank == 0 and number == 0:
                 sherd.log(loss=loss, tokens=7)
-                sherd.log(loss=2 * float(loss), tokens=torch.tensor(8), n=1)
+                sherd.log(loss=2 * loss.item(), tokens=torch.tensor(8), n=1)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
