@@ -93,6 +93,16 @@ def test_every_plot_of_two_runs_side_by_side_in_the_dark(folders, tmp_path):
     assert found["paper"] != found["paperAfter"]
 
 
+@in_browser
+def test_the_browser_tells_of_requests_and_errors(folders, tmp_path):
+    page = report(folders[1:], tmp_path / "page.html")
+    wrong = '<img src="http://127.0.0.1:9/x.png"><script>console.error("so it is"); missing();</script></main>'
+    page.write_text(page.read_text(encoding="utf-8").replace("</main>", wrong), encoding="utf-8")
+    problems = " ".join(opened(page)["problems"])
+    for words in ("refused: http://127.0.0.1:9", "error: so it is", "missing is not defined"):
+        assert words in problems
+
+
 def check_plots(found, panels):
     assert [plot["title"] for plot in found["plots"]] == [panel.title for panel in panels]
     for plot, panel in zip(found["plots"], panels, strict=True):
