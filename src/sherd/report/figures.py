@@ -22,7 +22,7 @@ def sections(runs: Sequence[Run]) -> list[Section]:
         Section("Speed", _there([curves.throughput(runs), curves.step_time(runs)])),
         Section("Where the time goes", [_widened(time[0]), *time[1:]] if len(runs) == 1 and time else time, columns),
         Section("Memory", [*memory, *map(_widened, _there([curves.resident(runs)]))], columns),
-        Section("Network", _there([curves.sent(runs)])),
+        Section("Communication", _there([curves.sent(runs)])),
         Section("Layers", _each(runs, layers.norms, layers.update_ratios), columns),
     ]
     return [_filled(section) for section in listed if section.panels]
