@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from sherd.cli.doctor import doctor
+from sherd.cli.report import report
 from sherd.cli.run import run
 from sherd.errors import SherdError
 
@@ -26,6 +27,7 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_com
 # A script's own options follow it, so parsing stops at the first word that is not an option.
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(doctor)
+app.command()(report)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

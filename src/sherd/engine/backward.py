@@ -14,6 +14,9 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+
+from sherd.observe import monitor
 
 
 class Listener(Protocol):
@@ -60,17 +63,36 @@ def _alive() -> Iterator[Listener]:
             yield listener
 
 
+def _losses(roots: Any) -> list[float]:
+    """The values of what a backward begins at, as far as they are numbers at hand."""
+    if not isinstance(roots, (list, tuple)):
+        roots = (roots,)
+    # On an accelerator a value would have to be waited for; and there are other kinds of roots than tensors.
+    here = (root for root in roots if type(root) is Tensor and root.device.type == "cpu" and root.numel() == 1)
+    return [float(root.detach()) for root in here if not root.is_complex()]
+
+
 def _wrap() -> None:
     original = torch.autograd.backward
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @functools.wraps(original)
     def backward(*args: Any, **options: Any) -> None:
-        # One counter for the process: an inner backward may run in a thread of the autograd engine.
-        global _depth
         if _depth:
             original(*args, **options)
             return
+        run = monitor.current
+        if run is not None:
+            run.begin_backward(_losses(args[0] if args else options.get("tensors")))
+        try:
+            outermost(*args, **options)
+        finally:
+            if run is not None:
+                run.end_backward()
+
+    def outermost(*args: Any, **options: Any) -> None:
+        # One counter for the process: an inner backward may run in a thread of the autograd engine.
+        global _depth
         for listener in _alive():
             listener.begin_round()
         _depth += 1

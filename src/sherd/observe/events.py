@@ -31,6 +31,7 @@ COMMON = ("v", "t", "mono", "rank", "kind", "step")
 FLUSH_BYTES = 1 << 16
 FLUSH_NS = 1_000_000_000
 
+_JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -81,6 +82,9 @@ register_kind("comm.diverged", "ranks", "text", urgent=True)
 register_kind("warning", "text", extra=True, urgent=True)
 register_kind("error", "text", extra=True, urgent=True)
 register_kind("step", "loss", extra=True)
+register_kind("log", "figures", "n")
+register_kind("sample", "text", extra=True)
+register_kind("run.length", "steps")
 register_kind("span", "name", "begin_ns", "end_ns", extra=True)
 
 
@@ -211,7 +215,10 @@ def _cut_torn_line(file: int) -> None:
 
 def _encode(line: dict[str, Any]) -> bytes:
     try:
-        text = json.dumps(_leaves(line, _to_json), allow_nan=False, separators=(",", ":"))
+        try:
+            text = _JSON.encode(line)
+        except ValueError:  # a number that JSON does not know, which is rare: looking for one takes as long as encoding
+            text = _JSON.encode(_leaves(line, _to_json))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"event {line['kind']!r}: {error}; give plain numbers, such as loss.item()") from None
     return text.encode() + b"\n"
@@ -231,17 +238,26 @@ def _from_json(value: Any) -> Any:
     return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
+def parse(line: bytes) -> Event | None:
+    """The event of one line; None where it is not one."""
+    try:
+        fields = _leaves(json.loads(line), _from_json)
+        event = Event(**{name: fields.pop(name) for name in COMMON}, fields=fields)
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return None
+    right = isinstance(event.v, int) and isinstance(event.t, (int, float)) and isinstance(event.rank, int)
+    return event if right else None
+
+
 def _read_file(path: Path) -> Iterator[Event]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            try:
-                fields = _leaves(json.loads(line), _from_json)
-                common = {name: fields.pop(name) for name in COMMON}
-            except (ValueError, AttributeError, KeyError, TypeError):
+            event = parse(line)
+            if event is None:
                 if not line.endswith(b"\n"):
                     return  # the rank was killed while it wrote this
-                raise ConfigError(f"{path}, line {number}: not an event of sherd: {line[:80]!r}") from None
-            if common["v"] > SCHEMA:
-                found = f"{path}, line {number}: event schema {common['v']}"
+                raise ConfigError(f"{path}, line {number}: not an event of sherd: {line[:80]!r}")
+            if event.v > SCHEMA:
+                found = f"{path}, line {number}: event schema {event.v}"
                 raise Unsupported(f"{found} is newer than {SCHEMA}, the newest this sherd reads; upgrade sherd")
-            yield Event(**common, fields=fields)
+            yield event
