@@ -1,7 +1,8 @@
 """The user's loader object, led along a way of sharding.
 
 Its class is exchanged for a subclass of its own class with the same name, and so is that of each iterator it makes.
-What loads, collates, pins and prefetches stays torch's own: it reads other indices, and a batch comes with its share.
+What loads, collates, pins and prefetches stays torch's own: it reads other indices, and a batch comes with its share
+and its number of samples.
 """
 
 from __future__ import annotations
@@ -21,24 +22,38 @@ _SEEDING = "_sherd_seeding"
 _TURN = "_sherd_turn"
 
 
-class Sharded(DataLoader[Any]):
-    """The methods that a sharded loader has instead of its own."""
+class Counted(DataLoader[Any]):
+    """The methods that a loader has instead of its own where its batches are to be counted."""
 
     @property
     def _index_sampler(self) -> Any:
-        indices = way_of(self).indices(self.num_workers * (self.prefetch_factor or 0))
-        return super()._index_sampler if indices is None else indices
+        return way_of(self).indices(super()._index_sampler, self.num_workers * (self.prefetch_factor or 0))
+
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        iterator = super()._get_iterator()
+        kind: Any = type(iterator)
+        iterator.__class__ = _subclass(CountedIterator, kind)
+        _begin(iterator, self)
+        return iterator
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is a plain loader of the user's class."""
+        reduced: Any = super().__reduce_ex__(max(protocol, 2))
+        _, (_, *arguments), state, *rest = reduced
+        if isinstance(state, dict):
+            state = {name: value for name, value in state.items() if name != _WAY} | {"_iterator": None}
+        return _plain, (type(self).__bases__[1], *arguments), state, *rest
+
+
+class Sharded(Counted):
+    """The same where they are to be sharded too."""
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         vars(self)[_SEEDING] = True
         try:
-            iterator = super()._get_iterator()
+            return super()._get_iterator()
         finally:
             del vars(self)[_SEEDING]
-        kind: Any = type(iterator)
-        iterator.__class__ = _subclass(ShardedIterator, kind)
-        _begin(iterator, self)
-        return iterator
 
     @property
     def generator(self) -> Any:
@@ -56,26 +71,18 @@ class Sharded(DataLoader[Any]):
     def __len__(self) -> int:
         return way_of(self).length(super().__len__())
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is a plain loader of the user's class."""
-        reduced: Any = super().__reduce_ex__(max(protocol, 2))
-        _, (_, *arguments), state, *rest = reduced
-        if isinstance(state, dict):
-            state = {name: value for name, value in state.items() if name != _WAY} | {"_iterator": None}
-        return _plain, (type(self).__bases__[1], *arguments), state, *rest
 
-
-class ShardedIterator(_BaseDataLoaderIter):
-    """The methods that a sharded loader's iterator has instead of its own."""
+class CountedIterator(_BaseDataLoaderIter):
+    """The methods that such a loader's iterator has instead of its own."""
 
     def __next__(self) -> Any:
         turn: Turn = vars(self)[_TURN]
         try:
-            batch, counts = turn.take(super().__next__)
+            batch, counts, samples = turn.take(super().__next__)
         except BaseException:
             share.done(self)
             raise
-        share.use(counts, by=self)
+        share.use(counts, by=self, samples=samples)
         return batch
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
@@ -85,16 +92,16 @@ class ShardedIterator(_BaseDataLoaderIter):
         _begin(self, loader)
 
 
-def adopt(loader: DataLoader[Any], way: Way) -> None:
-    """Shard `loader`."""
+def adopt(loader: DataLoader[Any], way: Way, alone: bool = False) -> None:
+    """Lead `loader` along `way`. `alone`, in a world of one, nothing is sharded, and workers keep their seeds."""
     vars(loader)[_WAY] = way
     loader._iterator = None  # persistent workers of a plain epoch read the plain order
     kind: Any = type(loader)
-    loader.__class__ = _subclass(Sharded, kind)
+    loader.__class__ = _subclass(Counted if alone else Sharded, kind)
 
 
 def way_of(loader: Any) -> Way:
-    """How a sharded loader is."""
+    """How a loader is led."""
     way: Way = vars(loader)[_WAY]
     return way
 
