@@ -16,7 +16,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from sherd.data import share
 from sherd.data.way import Turn, Way
+from sherd.observe import monitor
 
+_TRAINS = "_sherd_trains"
 _WAY = "_sherd_way"
 _SEEDING = "_sherd_seeding"
 _TURN = "_sherd_turn"
@@ -41,7 +43,8 @@ class Counted(DataLoader[Any]):
         reduced: Any = super().__reduce_ex__(max(protocol, 2))
         _, (_, *arguments), state, *rest = reduced
         if isinstance(state, dict):
-            state = {name: value for name, value in state.items() if name != _WAY} | {"_iterator": None}
+            ours = (_WAY, _TRAINS)
+            state = {name: value for name, value in state.items() if name not in ours} | {"_iterator": None}
         return _plain, (type(self).__bases__[1], *arguments), state, *rest
 
 
@@ -76,6 +79,19 @@ class CountedIterator(_BaseDataLoaderIter):
     """The methods that such a loader's iterator has instead of its own."""
 
     def __next__(self) -> Any:
+        run, counted = monitor.current, None
+        if run is None:
+            return self._take()[0]
+        trains = vars(self)[_TRAINS]
+        run.begin_batch(trains)
+        try:
+            batch, counted = self._take()
+        finally:
+            run.end_batch(trains, counted)
+        return batch
+
+    def _take(self) -> tuple[Any, int]:
+        """The next batch, and how many of its samples count: none if they are only repeated."""
         turn: Turn = vars(self)[_TURN]
         try:
             batch, counts, samples = turn.take(super().__next__)
@@ -83,7 +99,7 @@ class CountedIterator(_BaseDataLoaderIter):
             share.done(self)
             raise
         share.use(counts, by=self, samples=samples)
-        return batch
+        return batch, samples if counts else 0
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Persistent workers begin another epoch."""
@@ -92,9 +108,13 @@ class CountedIterator(_BaseDataLoaderIter):
         _begin(self, loader)
 
 
-def adopt(loader: DataLoader[Any], way: Way, alone: bool = False) -> None:
-    """Lead `loader` along `way`. `alone`, in a world of one, nothing is sharded, and workers keep their seeds."""
+def adopt(loader: DataLoader[Any], way: Way, trains: bool, alone: bool) -> None:
+    """Lead `loader` along `way`; `trains` says whether its batches are those of the steps.
+
+    `alone`, in a world of one, nothing is sharded, and workers keep their seeds.
+    """
     vars(loader)[_WAY] = way
+    vars(loader)[_TRAINS] = trains
     loader._iterator = None  # persistent workers of a plain epoch read the plain order
     kind: Any = type(loader)
     loader.__class__ = _subclass(Counted if alone else Sharded, kind)
@@ -106,8 +126,14 @@ def way_of(loader: Any) -> Way:
     return way
 
 
+def trains(loader: Any) -> bool:
+    """Whether it is a loader whose batches are those of the steps."""
+    return bool(getattr(loader, "__dict__", {}).get(_TRAINS))
+
+
 def _begin(iterator: _BaseDataLoaderIter, loader: Any) -> None:
     vars(iterator)[_TURN] = way_of(loader).turn(iterator._sampler_iter)
+    vars(iterator)[_TRAINS] = vars(loader)[_TRAINS]
 
 
 def _plain(kind: Any, *arguments: Any) -> Any:

@@ -41,14 +41,17 @@ class Sharding:
     sampler: tuple[str, int, int] | None
     """of a sampler that is distributed by itself: its name, its number of replicas and its rank"""
 
-    def apply(self, undo: ExitStack) -> None:
-        """Do it, in place. `undo` gets what makes the loader what it was."""
+    def apply(self, undo: ExitStack, trains: bool = False) -> None:
+        """Do it, in place. `undo` gets what makes the loader what it was.
+
+        `trains` says whether its batches are those of the steps, for whoever records them.
+        """
         undo.callback(as_it_is(self.loader))
         undo.callback(_known.discard, self.loader)
         batches: Any = self.loader.batch_sampler
         if self.batch is not None and self.batch != batches.batch_size:
             _set_batch_size(self.loader, self.batch)
-        adopt(self.loader, self.way, alone=isinstance(self.way, Alone))
+        adopt(self.loader, self.way, trains, alone=isinstance(self.way, Alone))
         _known.add(self.loader)
 
 
