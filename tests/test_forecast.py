@@ -62,7 +62,7 @@ def forecasts(strategies):
                 model = Mixed()
                 groups = [
                     {"params": list(model.inside.parameters())},
-                    {"params": [model.scale, model.cube, model.frozen]},
+                    {"params": [model.cube, model.scale, model.frozen]},
                 ]
                 groups.append({"params": list(model.outside.parameters()), "weight_decay": 0.1})
                 optimizer = getattr(torch.optim, name)(groups, **options)

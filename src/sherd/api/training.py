@@ -166,7 +166,7 @@ class Training:
         """Bytes of optimizer state that the first step will add on this rank; 0 after it, or if nobody can tell."""
         if self._updater is None or self.engine.steps:
             return 0
-        forecast = Forecast(self._updater.optimizer)
+        forecast = Forecast(*self._updater.users)
         found = [forecast.bytes(group, tensors) for group, tensors in self._updater.coming()]
         return sum(each for each in found if each is not None)
 

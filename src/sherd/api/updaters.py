@@ -51,9 +51,9 @@ class WholeUpdater:
         return sum(getattr(value, "nbytes", 0) for value in kept)
 
     @property
-    def optimizer(self) -> Optimizer:
-        """The user's."""
-        return self._optimizer
+    def users(self) -> tuple[Optimizer, type[Optimizer]]:
+        """The user's optimizer, and the class that it was made of."""
+        return self._optimizer, self._kind
 
     def coming(self) -> list[tuple[dict[str, Any], list[Tensor]]]:
         """By group: the parameters that have no state yet."""

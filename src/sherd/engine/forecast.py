@@ -26,15 +26,18 @@ Kept = list[tuple[tuple[int, ...], int]]
 
 
 class Forecast:
-    """What an optimizer will keep for tensors that it has kept nothing for."""
+    """What an optimizer, stepped as one of `kind`, will keep for tensors that it has kept nothing for."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, kind: type[Optimizer]) -> None:
         self._optimizer = optimizer
+        self._kind = kind
         self._known: dict[Any, Kept | None] = {}
 
     def bytes(self, group: Mapping[str, Any], tensors: Sequence[Tensor]) -> int | None:
-        """Bytes of the state tensors after a first step of `tensors`, with the hyper-parameters of `group`; None if that
-        cannot be told."""
+        """Bytes of the state tensors after a first step of `tensors`, with the hyper-parameters of `group`.
+
+        None if that cannot be told.
+        """
         total = 0
         for tensor in tensors:
             kept = self._kept(group, tensor)
@@ -59,7 +62,7 @@ class Forecast:
         try:
             with undisturbed(self._optimizer), torch.no_grad():
                 own = deepcopy(inherited(self._optimizer))
-                inner = inner_optimizer(type(self._optimizer), own, groups, defaultdict(dict))
+                inner = inner_optimizer(self._kind, own, groups, defaultdict(dict))
                 step_unhooked(inner)
         except Exception:  # of any class: optimizers are anybody's code, and some need a closure
             return None

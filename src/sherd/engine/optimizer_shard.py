@@ -175,9 +175,9 @@ class OptimizerShard:
         return state_bytes(self._state)
 
     @property
-    def optimizer(self) -> Optimizer:
-        """The user's."""
-        return self._optimizer
+    def users(self) -> tuple[Optimizer, type[Optimizer]]:
+        """The user's optimizer, and the class that it was made of."""
+        return self._optimizer, self._kind
 
     def coming(self) -> list[tuple[dict[str, Any], list[Tensor]]]:
         """By group: what this owner steps and keeps no state for yet."""
