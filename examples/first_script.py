@@ -39,7 +39,7 @@ def judged(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]]) -> tuple[fl
     return loss / seen, right / seen, seen
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="zero2", help="ddp, zero1, zero2 or zero3")
     parser.add_argument("--epochs", type=int, default=3)
@@ -48,7 +48,11 @@ def main() -> None:
     parser.add_argument("--autocast", action="store_true", help="compute in bfloat16 where that is safe")
     parser.add_argument("--checkpoint", type=Path, help="a file to go on from if it is there, and to save to")
     parser.add_argument("--tensorboard", type=Path, help="a folder for TensorBoard")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
 
     # 1. The same on every rank: seeds, data, model.
     sherd.seed(0)

@@ -19,7 +19,7 @@ from sherd.strategies import names
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = Path(__file__).with_name("typed_script.py")
-ERROR = re.compile(r"typed_script\.py:(\d+): error: (.*)")
+ERROR = re.compile(r"typed_script\.py:(\d+): error: ")
 OPTIONS = (
     "strategy",
     "comm",
@@ -33,13 +33,9 @@ def test_mypy_knows_every_argument_and_option():
     source = os.pathsep.join([str(Path(sherd.__file__).parents[1]), str(ROOT)])
     environ = {**os.environ, "MYPYPATH": source}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=230, check=False)
-    found = {int(line): text for line, text in ERROR.findall(done.stdout)}
+    found = {int(line) for line in ERROR.findall(done.stdout)}
     lines = enumerate(SCRIPT.read_text().splitlines(), 1)
-    expected = {number: line.split("# error: ")[1] for number, line in lines if "# error: " in line and number > 10}
-    assert set(found) == set(expected), done.stdout + done.stderr
-    for number, words in expected.items():
-        near = [line for line in done.stdout.splitlines() if f"typed_script.py:{number}:" in line]
-        assert any(words in line for line in near), (number, words, near)
+    assert found == {number for number, line in lines if line.endswith("  # error")}, done.stdout + done.stderr
 
 
 def test_types_and_help_have_every_option():
