@@ -47,7 +47,9 @@ class WholeUpdater:
         self._kind.load_state_dict(self._optimizer, dict(state))
 
     def state_bytes(self) -> int:
-        kept = (value for state in self._optimizer.state.values() for value in state.values())
+        kept = (
+            value for state in self._optimizer.state.values() if isinstance(state, dict) for value in state.values()
+        )
         return sum(getattr(value, "nbytes", 0) for value in kept)
 
     @property
@@ -61,7 +63,7 @@ class WholeUpdater:
         return [(group, [p for p in group["params"] if p.requires_grad and not state.get(p)]) for group in groups]
 
     def state_values(self) -> int:
-        return sum(map(len, self._optimizer.state.values()))
+        return sum([len(state) for state in self._optimizer.state.values() if isinstance(state, dict)])
 
 
 def check_optimizer(optimizer: Optimizer, choices: Choices, strategy: Strategy) -> None:
