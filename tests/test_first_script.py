@@ -1,4 +1,4 @@
-"""The script of docs/first-script.md: the same numbers at 1, 2 and 3 ranks under every strategy; and the page itself."""
+"""The script of docs/first-script.md: the same numbers at 1, 2 and 3 ranks under every strategy; and the page."""
 
 from __future__ import annotations
 
