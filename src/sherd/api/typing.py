@@ -1,0 +1,42 @@
+"""What type checkers know of `distribute`. The options are checked when it runs, by `sherd.config`; a test compares."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from typing_extensions import TypedDict
+
+from sherd.comm import Communicator
+from sherd.config import CommOptions
+from sherd.strategies import Strategy
+
+StrategyName: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3"]
+AccumulateAt: TypeAlias = Literal["rank", "owner"]
+NonFinite: TypeAlias = Literal["skip", "raise", "allow"]
+LossReduction: TypeAlias = Literal["mean", "sum"]
+SyncBuffers: TypeAlias = Literal["mean", "leader", "none"]
+Check: TypeAlias = Literal["versions", "edits"]
+Streams: TypeAlias = Literal["split", "sharded"]
+
+Thing: TypeAlias = nn.Module | Optimizer | DataLoader[Any]
+"""What `distribute` takes by position."""
+
+
+class DistributeOptions(TypedDict, total=False):
+    """What `distribute` takes by name."""
+
+    strategy: StrategyName | Strategy
+    accumulate: int
+    accumulate_at: AccumulateAt | None
+    clip_norm: float | None
+    nonfinite: NonFinite
+    loss_reduction: LossReduction
+    sync_buffers: SyncBuffers
+    bucket_bytes: int | None
+    check: Check
+    global_batch: int | None
+    iterable: Streams | None
+    comm: CommOptions | Communicator | None
