@@ -161,9 +161,9 @@ class Training:
         """Bytes of optimizer state on this rank."""
         return 0 if self._updater is None else self._updater.state_bytes()
 
-    def state_values(self) -> int:
-        """How many values that state consists of."""
-        return 0 if self._updater is None else self._updater.state_values()
+    def state_entries(self) -> int:
+        """How many tensors there is state for."""
+        return 0 if self._updater is None else self._updater.state_entries()
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank allocated, by what they are."""

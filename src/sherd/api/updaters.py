@@ -52,8 +52,8 @@ class WholeUpdater:
         )
         return sum(getattr(value, "nbytes", 0) for value in kept)
 
-    def state_values(self) -> int:
-        return sum([len(state) for state in self._optimizer.state.values() if isinstance(state, dict)])
+    def state_entries(self) -> int:
+        return len(self._optimizer.state)
 
 
 def check_optimizer(optimizer: Optimizer, choices: Choices, strategy: Strategy) -> None:
