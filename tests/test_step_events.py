@@ -266,6 +266,25 @@ def weighed_twice(strategy):
         optimizer.step()
 
 
+def kept(strategy):
+    """Steps without zero_grad(): each adds to a gradient that was clipped."""
+    model = double()
+    with comm.connect() as c:
+        model, optimizer = sherd.distribute(model, sgd(model), strategy=strategy, comm=c)
+        found = []
+        for number in range(3):
+            loss_of(model, batch(c.rank, number, dtype=torch.float64)).backward()
+            found.append(float(sherd.clip_grad_norm_(model, CLIP)))
+            optimizer.step()
+        return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_added_to_a_clipped_gradient_adds_to_what_is_left(ranks, tmp_path, strategy):
+    known, _ = run(ranks(2), tmp_path, kept, strategy)
+    assert norms(recorded(tmp_path)) == pytest.approx(known, rel=1e-6)
+
+
 def unusual(strategy):
     """Steps of windows, steps that are skipped, and steps with a closure."""
     model = double()

@@ -28,7 +28,8 @@ from sherd.observe import monitor
 from sherd.observe.monitor import RunMonitor, Tally
 from sherd.observe.process import Resident, machine
 
-MEMORY_SECONDS = 1.0
+RECOUNT_SECONDS = 30.0
+"""How often all tensors of parameters and state are asked for their sizes, though nothing seems to have changed."""
 
 
 def record(plan: Plan, comm: Communicator) -> None:
@@ -149,9 +150,9 @@ class StepRecorder:
 class _Memory:
     """Bytes by kind, counted again only where they may have changed.
 
-    Parameters and state are many tensors. The sizes of the former change when some are unfrozen; the state's when there
-    is more of it, but for an optimizer that replaces a tensor by another of the same name, so it is counted again once
-    a second.
+    Parameters and state are many tensors. There is more of the former when some are unfrozen, and of the latter when a
+    parameter is stepped for the first time. For optimizers that add to the state of a parameter later, it is counted
+    again once in a while.
     """
 
     def __init__(self, training: Training) -> None:
@@ -162,9 +163,9 @@ class _Memory:
 
     def read(self) -> dict[str, int]:
         training, engine = self._training, self._training.engine
-        known, now = (len(engine.trained.indices), training.state_values()), time.monotonic()
+        known, now = (len(engine.trained.indices), training.state_entries()), time.monotonic()
         if known != self._known or now >= self._due:
-            self._known, self._due = known, now + MEMORY_SECONDS
+            self._known, self._due = known, now + RECOUNT_SECONDS
             self._kinds = training.memory()
         else:
             self._kinds = {**self._kinds, **engine.gradients.bytes()}

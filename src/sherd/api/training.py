@@ -170,9 +170,9 @@ class Training:
         found = [forecast.bytes(group, tensors) for group, tensors in self._updater.coming()]
         return sum(each for each in found if each is not None)
 
-    def state_values(self) -> int:
-        """How many values that state consists of."""
-        return 0 if self._updater is None else self._updater.state_values()
+    def state_entries(self) -> int:
+        """How many tensors there is state for."""
+        return 0 if self._updater is None else self._updater.state_entries()
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank allocated, by what they are."""

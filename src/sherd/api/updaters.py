@@ -62,8 +62,8 @@ class WholeUpdater:
         state, groups = self._optimizer.state, self._optimizer.param_groups
         return [(group, [p for p in group["params"] if p.requires_grad and not state.get(p)]) for group in groups]
 
-    def state_values(self) -> int:
-        return sum([len(state) for state in self._optimizer.state.values() if isinstance(state, dict)])
+    def state_entries(self) -> int:
+        return len(self._optimizer.state)
 
 
 def check_optimizer(optimizer: Optimizer, choices: Choices, strategy: Strategy) -> None:

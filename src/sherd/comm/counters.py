@@ -48,12 +48,12 @@ class Counters:
             self._agreeing = before
 
     def total(self) -> Count:
-        counts = self.by_operation.values()
-        return Count(
-            calls=sum(c.calls for c in counts),
-            payload=sum(c.payload for c in counts),
-            control=sum(c.control for c in counts),
-        )
+        total = Count()
+        for count in self.by_operation.values():
+            total.calls += count.calls
+            total.payload += count.payload
+            total.control += count.control
+        return total
 
     def reset(self) -> None:
         self.by_operation.clear()

@@ -21,6 +21,8 @@ class Handle(ABC):
 
     #: What `wait()` returns; the communicator sets it before it hands the handle out.
     result: Tensor | None
+    #: Whether `wait()` will return at once, as far as is known without looking.
+    finished: bool = False
 
     @abstractmethod
     def wait(self) -> Tensor:
@@ -114,7 +116,7 @@ def _timed(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(method)
     def timed(self: Any) -> Any:
         run = monitor.current
-        if run is None or run.clock.phase == COMMUNICATION:  # inside another wait
+        if run is None or self.finished or run.clock.phase == COMMUNICATION:  # the last: inside another wait
             return method(self)
         before = run.clock.enter(COMMUNICATION)
         try:

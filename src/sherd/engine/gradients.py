@@ -68,6 +68,7 @@ class RingGradients:
         self.summed: list[bool] = []
         self._begun: list[bool] = []  # by bucket: whether its room was chosen for the gradient at hand
         self._rooms: list[Rooms] = []
+        self._made_rooms = False  # whether any bucket ever needed more than its first
         self.sums: list[Tensor] = []
         self.slices: list[Tensor] = []
         self._pieces: dict[int, tuple[Piece, ...]] = {}  # cut at the first launch: in a large world they are many
@@ -166,8 +167,8 @@ class RingGradients:
 
     def bytes(self) -> dict[str, int]:
         """What this rank allocated, by kind."""
-        kept = sum(flat.nbytes for flat in self.memory) + sum(rooms.more_bytes for rooms in self._rooms)
-        return {"gradients": kept, "buckets": self._ring.nbytes}
+        more = sum(rooms.more_bytes for rooms in self._rooms) if self._made_rooms else 0
+        return {"gradients": sum(flat.nbytes for flat in self.memory) + more, "buckets": self._ring.nbytes}
 
     # ---------------------------------------------------------------- how sums are kept
 
@@ -196,6 +197,7 @@ class RingGradients:
         return Room(whole, whole, whole, {})
 
     def _another_room(self, bucket: Bucket) -> Room:
+        self._made_rooms = True
         kept = torch.zeros(self._kept(bucket), dtype=dtype_of(bucket.dtype), device=self._device)
         return self._room(bucket, kept)
 

@@ -71,6 +71,10 @@ class Measured:
         self.scale(factor)
         self._clipped *= factor
 
+    def keep_clipped(self) -> None:
+        """More is about to be added to the gradient as it is: what was clipped off is gone."""
+        self._clipped = 1.0
+
     def zero(self) -> None:
         """Make every sum zero."""
         for bucket, summed in enumerate(self.gradients.summed):

@@ -8,6 +8,7 @@ Block norms also find NaN and infinity at the cost of one pass over the gradient
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 
@@ -27,6 +28,7 @@ class BlockNorms:
         self._table = torch.zeros(sum(blocks), dtype=torch.float64)
         self._parts = torch.split(self._table, blocks)
         self._layout = layout
+        self._squared: float | None = None  # the sum of the squares, until something is measured
 
     def grown(self, layout: ShardLayout) -> BlockNorms:
         """The same norms, with room for the buckets that `layout` has more."""
@@ -40,14 +42,22 @@ class BlockNorms:
         rows = slice.view(-1, BLOCK)
         wide = torch.float32 if slice.dtype in (torch.float16, torch.bfloat16) else None
         self._parts[bucket].copy_(torch.linalg.vector_norm(rows, dim=1, dtype=wide))
+        self._squared = None
 
     def forget(self) -> None:
         """There is no gradient."""
         self._table.zero_()
+        self._squared = None
 
     def finite(self) -> bool:
         """Whether all of this owner's blocks have a finite norm."""
-        return bool(torch.isfinite(self._table).all())
+        # The sum is faster than a test of each, and wanted too; where it is not finite, squaring may be the reason.
+        return math.isfinite(self._sum_of_squares()) or bool(torch.isfinite(self._table).all())
+
+    def _sum_of_squares(self) -> float:
+        if self._squared is None:
+            self._squared = float(torch.dot(self._table, self._table))
+        return self._squared
 
     def squares(self, factors: Mapping[int, float]) -> list[Tensor]:
         """The squared norms of this owner's blocks, bucket by bucket; those of some buckets are to be multiplied."""
@@ -56,7 +66,7 @@ class BlockNorms:
     def squared(self, factors: Mapping[int, float]) -> float:
         """Their sum."""
         if all(factor == 1.0 for factor in factors.values()):
-            return float(torch.dot(self._table, self._table))
+            return self._sum_of_squares()
         return sum(float(squares.sum()) for squares in self.squares(factors))
 
     @cached_property

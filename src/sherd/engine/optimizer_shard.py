@@ -185,9 +185,9 @@ class OptimizerShard:
         groups = zip(self._optimizer.param_groups, self._held, strict=True)
         return [(group, [each for each in held["params"] if not self._state.get(each)]) for group, held in groups]
 
-    def state_values(self) -> int:
-        """How many values this owner keeps: with another number of them, the bytes are others too."""
-        return sum([len(values) for values in self._state.values() if type(values) is dict])
+    def state_entries(self) -> int:
+        """How many tensors this owner keeps state for: when there are more, so are the bytes."""
+        return len(self._state)
 
     def _inner(self) -> Optimizer:
         groups = zip(self._optimizer.param_groups, self._held, strict=True)

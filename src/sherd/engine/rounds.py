@@ -315,6 +315,7 @@ class Rounds:
         return self._measured
 
     def _scale_back(self) -> None:
+        self._measured.keep_clipped()
         divided = self._weights.undivide()
         if divided != 1.0:
             self._measured.scale(divided)

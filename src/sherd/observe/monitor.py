@@ -47,7 +47,7 @@ class Reader:
         """What has happened, and the seconds by phase."""
         spent, before, tally = self._clock.spent(), self._spent, self.tally
         self._spent, self.tally = spent, Tally()
-        return tally, {name: (now - then) / 1e9 for name, now, then in zip(PHASES, spent, before, strict=True)}
+        return tally, {name: (spent[phase] - before[phase]) / 1e9 for phase, name in enumerate(PHASES)}
 
 
 class RunMonitor:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 RESIDENT_SECONDS = 1.0
 """How often the kernel is asked: it adds up the whole address space for an answer, 50 us or more."""
-_FIELDS = {"RssAnon": "private", "RssShmem": "shared"}
+_FIELDS = {b"RssAnon:": "private", b"RssShmem:": "shared"}
 
 
 def machine() -> dict[str, str | int | None]:
@@ -57,10 +57,17 @@ class Resident:
 
 def _resident() -> dict[str, int] | None:
     try:
-        text = Path("/proc/self/status").read_text()
+        file = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
-    found = dict(line.split(":", 1) for line in text.splitlines() if line.startswith(tuple(_FIELDS)))
-    if len(found) < len(_FIELDS):
-        return None
-    return {name: 1024 * int(found[field].split()[0]) for field, name in _FIELDS.items()}
+    try:
+        text = os.read(file, 4096)
+    finally:
+        os.close(file)
+    found = {}
+    for field, name in _FIELDS.items():
+        _, there, rest = text.partition(field)
+        if not there:
+            return None
+        found[name] = 1024 * int(rest.split(None, 1)[0])
+    return found
