@@ -37,7 +37,7 @@ class Output:
     def started(self, rank: int) -> None:
         """The rank has its files."""
 
-    def settle(self, rank: int) -> None:
+    def settle(self, rank: int, killed: bool) -> None:
         """The rank has ended: show what is left of it, now, so that what is said of it comes after."""
 
     def settle_all(self) -> None:
@@ -124,10 +124,10 @@ class Piped(Output):
             self._selector.register(source.pipe, selectors.EVENT_READ, source)
         os.write(self._waker, b".")  # a thread that sleeps in `select` does not see what was added everywhere
 
-    def settle(self, rank: int) -> None:
+    def settle(self, rank: int, killed: bool) -> None:
         if self._console.lock.acquire(timeout=SETTLE_SECONDS):
             try:
-                self._drain(rank)
+                self._drain(rank, killed)
             finally:
                 self._console.lock.release()
 
@@ -164,12 +164,12 @@ class Piped(Output):
         self._tracebacks.close()
         self._console.flush()
 
-    def _drain(self, rank: int) -> None:
+    def _drain(self, rank: int, killed: bool = False) -> None:
         for source in self._sources.get(rank, ()):
             while data := source.read():
                 self._pass_on(source, data)
             self._finish(source)
-        self._tracebacks.release(rank)
+        self._tracebacks.release(rank, killed)
         self._console.flush()
 
     def _pump(self) -> None:

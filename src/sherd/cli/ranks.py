@@ -115,7 +115,7 @@ class Ranks:
         process.wait()
         del self._running[rank]
         if code != 0:
-            self._output.settle(rank)
+            self._output.settle(rank, killed=code < 0)
         return Ended(rank, process.pid, code, _recorded(self._errors[rank - self._meeting.first_rank]))
 
     def _environment(self, local: int) -> dict[str, str]:

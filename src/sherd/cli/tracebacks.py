@@ -63,12 +63,14 @@ class Tracebacks:
     def is_holding(self, rank: int) -> bool:
         return rank in self._held
 
-    def release(self, rank: int) -> None:
-        """What is held back of this rank is complete."""
+    def release(self, rank: int, killed: bool = False) -> None:
+        """What is held back of this rank is complete, or all that there will be of it: it was killed meanwhile."""
         lines = self._held.pop(rank, None)
         if lines is None:
             return
         key = b"interrupted" if self.interrupted else exception_of(lines)
+        if killed:
+            key = next((whole for whole in self._shown if whole.startswith(key)), key)
         shown = self._shown.get(key)
         if shown is None or rank == shown.rank or rank in shown.others:  # another one of its own is news
             self._note(key)
