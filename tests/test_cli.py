@@ -67,7 +67,8 @@ def here(tmp_path, monkeypatch):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     assert left == []
-    assert list((tmp_path / "temporary").iterdir()) == []
+    # torch makes the directory of its compiler when it is imported.
+    assert [path.name for path in (tmp_path / "temporary").iterdir() if "torchinductor" not in path.name] == []
 
 
 def sherd(*arguments):
@@ -81,7 +82,7 @@ def ranks_alive(here):
         if process.name.isdecimal():
             with contextlib.suppress(OSError):
                 command = (process / "cmdline").read_bytes().split(b"\0")
-                if bytes(here / "rank_script.py") in command and b"sherd.cli" not in command:
+                if bytes(here / "rank_script.py") in command and not {b"sherd", b"sherd.cli"} & set(command):
                     found.append(int(process.name))
     return found
 

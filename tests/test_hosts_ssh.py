@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -64,9 +65,19 @@ def test_a_run_on_two_hosts(here, ssh, monkeypatch):
     assert "no SHERD_TOKEN" not in result.stderr
 
 
+@contextlib.contextmanager
+def ended(process):
+    """A test that fails must not wait for it."""
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_ctrl_c_ends_all_hosts(here, ssh):
     command = [*SHERD, "run", "--hosts", "a,b", *ssh, str(here / "rank_script.py"), "sleep"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with ended(subprocess.Popen(command, stderr=subprocess.PIPE, text=True)) as process:
         wait_for(lambda: len(notes(here)) == 2)
         assert len(ranks_alive(here)) == 2
         process.send_signal(signal.SIGINT)
@@ -78,9 +89,10 @@ def test_ctrl_c_ends_all_hosts(here, ssh):
 
 def test_all_hosts_end_when_the_first_sherd_run_is_killed(here, ssh):
     command = [*SHERD, "run", "--hosts", "a,b", *ssh, str(here / "rank_script.py"), "sleep"]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+    with ended(subprocess.Popen(command, stderr=subprocess.DEVNULL)) as process:
         wait_for(lambda: len(notes(here)) == 2)
         process.kill()
+        process.wait()
     wait_for(lambda: ranks_alive(here) == [])
 
 

@@ -17,7 +17,7 @@ from sherd.cli.console import STDERR, STDOUT, Console, Writer
 from sherd.cli.curve import curve, thinned
 from sherd.cli.display import figures, frame, in_words
 from sherd.observe.events import Event
-from sherd.observe.runs import Follower, RunRecord
+from sherd.observe.runs import Follower, RunRecord, load
 
 __all__ = ["here"]  # the fixture
 
@@ -88,7 +88,7 @@ def test_a_frame_fits_its_terminal(monkeypatch, plotext, columns, rows):
 def test_a_curve_without_plotext(monkeypatch):
     monkeypatch.setitem(sys.modules, "plotext", None)
     lines = curve([0, 1, 2, 3], [4.0, 3.0, math.nan, 1.0], 40, 2)
-    assert lines == ["4 █▅", "1 ██▁"]
+    assert lines == ["4 █▃", "1 ██▁"]
     assert curve([0], [1.0], 40, 2) == []
     assert len(curve(range(5), [2.0] * 5, 40, 3)) == 3
 
@@ -173,7 +173,7 @@ def test_plain_lines_come_at_most_every_ten_seconds(monkeypatch, capfd):
     now = [0.0]
     monkeypatch.setattr(watching.time, "monotonic", lambda: now[0])
     lines = watching.Lines()
-    for second in range(0, 60):
+    for second in range(60):
         now[0] = float(second)
         lines.show(record_of(second + 1, ranks=1))
     lines.close(record_of(61, ranks=1), True)
@@ -243,7 +243,8 @@ def test_a_debugger_under_the_live_display(here, monkeypatch):
 def test_a_run_that_is_watched_without_a_terminal(here, monkeypatch):
     monkeypatch.setenv("SHERD_SPIN", "0")
     (here / "train.py").write_text(TRAIN)
-    result = sherd("run", "-n", "2", "--live", "--events", "events", "--csv", "new/run.csv", "train.py")
+    chosen = ["--events", "events", "--csv", "new/run.csv", "--strategy", "zero1"]
+    result = sherd("run", "-n", "2", "--live", *chosen, "train.py")
     assert (result.returncode, sorted(result.stdout.splitlines())) == (0, ["[rank 1] done", "done"]), result.stderr
     assert [line for line in result.stderr.splitlines() if line.startswith("sherd run: step 80, loss")]
     with (here / "new" / "run.csv").open() as file:
@@ -252,12 +253,4 @@ def test_a_run_that_is_watched_without_a_terminal(here, monkeypatch):
         "events-rank00000.jsonl",
         "events-rank00001.jsonl",
     ]
-
-
-def test_the_strategy_of_the_command_line_is_that_of_distribute(here, monkeypatch):
-    monkeypatch.setenv("SHERD_SPIN", "0")
-    (here / "which.py").write_text(
-        "import torch, sherd\nmodel = sherd.distribute(torch.nn.Linear(2, 2))\nprint(sherd.describe(model))\n"
-    )
-    result = sherd("run", "--strategy", "zero1", "which.py")
-    assert (result.returncode, "zero1" in result.stdout) == (0, True), result.stdout + result.stderr
+    assert load(here / "events").start["strategy"] == "zero1"  # of a distribute that names none
