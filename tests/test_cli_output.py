@@ -224,3 +224,16 @@ def test_quiet_and_logs_of_a_run(here):
     result = sherd("run", "-n", "2", "--quiet", "--log-dir", "logs/new", "say.py")
     assert (result.returncode, sorted(result.stdout.splitlines())) == (0, ["[rank 1] word of 1", "word of 0"])
     assert (here / "logs" / "new" / "rank00001.log").read_text() == "word of 1\n"
+
+
+def test_other_commands_run_ranks_and_have_their_signals_back(here):
+    (here / "say.py").write_text("import os, sys; print(os.environ['RANK'], sys.argv[1:]); sys.exit(3)")
+    code = """
+import signal
+from sherd.cli.run import run_command
+print("status", run_command(["say.py", "--x"], 1, quiet=True), flush=True)
+signal.raise_signal(signal.SIGTERM)
+"""
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (result.returncode, result.stdout) == (-signal.SIGTERM, "0 ['--x']\nstatus 3\n"), result.stderr

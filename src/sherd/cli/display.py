@@ -170,9 +170,10 @@ def _per_second(rows: list[StepRow], counts: list[int]) -> float | None:
 
 
 def _short(number: float) -> str:
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
-        if number >= size:
-            return f"{number / (1e3 if unit == 'k' else size):.3g} {unit}" if unit != "k" else f"{number / 1e3:.3g} k"
+    """Three digits and a unit; below ten thousand, as it is."""
+    for unit, size, least in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4)):
+        if number >= least:
+            return f"{number / size:.3g} {unit}"
     return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from sherd.cli.messages import say
 from sherd.cli.options import check_strategy
 from sherd.cli.request import Request, Showing
 from sherd.cli.start import start
+from sherd.cli.stopping import STOPPING
 from sherd.errors import ConfigError
 
 
@@ -90,8 +92,8 @@ def run_command(
     """Run ranks on this machine to their end, as `sherd run` does; the exit status. For other commands of sherd.
 
     `command` is what would follow `python`: a script and its arguments, or "-m", a module and its arguments. Call it
-    from the main thread, as the last thing of a process: it takes over signals and sets variables of the environment.
-    Bad input raises `ConfigError`.
+    from the main thread: it takes over signals until it returns, and sets variables of the environment. Bad input raises
+    `ConfigError`.
     """
     showing = Showing(
         log_dir=_path(log_dir),
@@ -101,7 +103,12 @@ def run_command(
         live=live and not quiet,
         quiet=quiet,
     )
-    return _run(list(command), ranks, showing, strategy, layers, (1, 0, "", 29500, None, 600))
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    try:
+        return _run(list(command), ranks, showing, strategy, layers, (1, 0, "", 29500, None, 600))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _run(
