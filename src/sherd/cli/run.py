@@ -92,8 +92,8 @@ def run_command(
     """Run ranks on this machine to their end, as `sherd run` does; the exit status. For other commands of sherd.
 
     `command` is what would follow `python`: a script and its arguments, or "-m", a module and its arguments. Call it
-    from the main thread: it takes over signals until it returns, and sets variables of the environment. Bad input raises
-    `ConfigError`.
+    from the main thread: it takes over signals until it returns, and sets variables of the environment. Bad input
+    raises `ConfigError`.
     """
     showing = Showing(
         log_dir=_path(log_dir),
