@@ -37,7 +37,8 @@ def token_of_two_ranks(*options):
     """Which must be one."""
     result = sherd("run", "-n", "2", *options, "tell.py")
     assert (result.returncode, result.stderr) == (0, ""), result.stderr
-    found, interfaces = zip(*map(json.loads, result.stdout.splitlines()), strict=True)
+    lines = [line.removeprefix("[rank 1] ") for line in result.stdout.splitlines()]
+    found, interfaces = zip(*map(json.loads, lines), strict=True)
     assert len(set(found)) == 1
     assert set(interfaces) == {"lo"}
     return found[0]

@@ -42,6 +42,11 @@ def both(machines, *arguments, address="host-a", ranks=2, **variables):
     ]
 
 
+def by_rank(stdout):
+    """Lines of all ranks, without what stands before them."""
+    return sorted(re.sub(r"^\[rank \d+\] ", "", line) for line in stdout.splitlines())
+
+
 def test_the_two_commands_of_the_readme(two, tmp_path):
     token = secrets.token_hex(32)
     (tmp_path / "token").write_text(f"{token}\n")
@@ -49,7 +54,7 @@ def test_the_two_commands_of_the_readme(two, tmp_path):
     assert [status for *_, status in results] == [0, 0], results
     for number, (stdout, stderr, _) in enumerate(results):
         first = 2 * number
-        assert sorted(stdout.splitlines()) == [f"{r} {r - first} 4 2 {number} eth0 6 True" for r in (first, first + 1)]
+        assert by_rank(stdout) == [f"{r} {r - first} 4 2 {number} eth0 6 True" for r in (first, first + 1)]
         # torch warns of addresses without a name; sherd has one line.
         said = re.findall("^sherd run: .*", stderr, flags=re.MULTILINE)
         assert said == [
@@ -104,7 +109,7 @@ def test_machines_may_have_different_numbers_of_ranks(two):
     processes = [two.run(n, *meeting, "--node-rank", str(n), "-n", str(n + 1), "script.py") for n in (0, 1)]
     results = finished(processes)
     assert [status for *_, status in results] == [0, 0], results
-    ranks = [sorted(line.split()[0] for line in stdout.splitlines()) for stdout, *_ in results]
+    ranks = [[line.split()[0] for line in by_rank(stdout)] for stdout, *_ in results]
     assert ranks == [["0"], ["1", "2"]]
 
 

@@ -26,7 +26,7 @@ from sherd.api.typing import (
 from sherd.comm import Communicator, labelled
 from sherd.config import CommOptions, LoaderOptions, StepOptions
 from sherd.errors import ConfigError, nearest
-from sherd.strategies import Strategy, resolve
+from sherd.strategies import Strategy, default, resolve
 
 A = TypeVar("A", bound=Thing)
 B = TypeVar("B", bound=Thing)
@@ -51,7 +51,7 @@ def distribute(
 ) -> tuple[Any, ...]: ...
 def distribute(
     *things: Any,
-    strategy: StrategyName | Strategy = "zero2",
+    strategy: StrategyName | Strategy | None = None,
     accumulate: int = 1,
     accumulate_at: AccumulateAt | None = None,
     clip_norm: float | None = None,
@@ -82,7 +82,7 @@ def distribute(
     How ranks share the work:
     strategy: "ddp" keeps everything on every rank; "zero1" shards the optimizer's state over the ranks, "zero2" the
         gradients too, "zero3" the parameters too. Or an object with options, such as `sherd.ZeRO(stage=2, ...)`. All
-        give the same weights. Default: "zero2".
+        give the same weights. Default: what `sherd run --strategy` says, else "zero2".
     comm: `sherd.CommOptions(...)` for the communicator between the ranks, such as `timeout` and `transport`, or a
         communicator that exists. Default: the fastest transport that works for these ranks.
 
@@ -133,7 +133,7 @@ def distribute(
                 check=check,
             )
             loading = LoaderOptions(global_batch=global_batch, iterable=iterable)
-            return Plan.of(things, resolve(strategy), options, loading, ranks)
+            return Plan.of(things, default() if strategy is None else resolve(strategy), options, loading, ranks)
 
         plan = together(ranks, make)
         with labelled("sherd.distribute"):

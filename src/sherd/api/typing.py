@@ -28,7 +28,7 @@ Thing: TypeAlias = nn.Module | Optimizer | DataLoader[Any]
 class DistributeOptions(TypedDict, total=False):
     """What `distribute` takes by name."""
 
-    strategy: StrategyName | Strategy
+    strategy: StrategyName | Strategy | None
     accumulate: int
     accumulate_at: AccumulateAt | None
     clip_norm: float | None

@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from sherd.cli import tied
+from sherd.cli.output import Output
 from sherd.cli.rendezvous import Meeting
 from sherd.comm.network import IFNAME
 from sherd.ranks.watch import describe_exit
@@ -41,10 +41,11 @@ class Ended:
 class Ranks:
     """All ranks of this machine. Each is in a session of its own: ^C in a terminal is for the launcher to deal with."""
 
-    def __init__(self, command: list[str], meeting: Meeting) -> None:
+    def __init__(self, command: list[str], meeting: Meeting, output: Output) -> None:
         self.failed: list[Ended] = []  # in the order in which they were seen
         self._command = command
         self._meeting = meeting
+        self._output = output
         # torch's `record` writes the traceback of a rank into a file of this name. Files in memory need no directory
         # that can be written to, and nothing of them is left, even by `kill -9`.
         self._errors = [os.memfd_create("sherd-run-error") for _ in range(meeting.ranks)]
@@ -65,9 +66,11 @@ class Ranks:
         tie = [sys.executable, "-I", "-S", tied.__file__, str(os.getpid())]
         for local in range(self._meeting.ranks):
             rank = self._meeting.first_rank + local
+            files = self._output.files(rank)
             self._running[rank] = subprocess.Popen(
-                [*tie, *self._command], env=self._environment(local), start_new_session=True
+                [*tie, *self._command], env=self._environment(local), start_new_session=True, **files
             )
+            self._output.started(rank)
 
     def look(self) -> list[Ended]:
         """Those that have ended since the last look, the ones that no other can have caused first."""
@@ -78,12 +81,15 @@ class Ranks:
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """End them: politely first. An exception in the meantime (^C again) hurries, no more."""
+        if number == signal.SIGINT:
+            self._output.interrupted()
         try:
             self._signal(number)
             self._wait(GRACE_SECONDS)
         finally:
             self._signal(signal.SIGKILL)
             self._wait(GRACE_SECONDS)
+            self._output.settle_all()
 
     def _signal(self, number: int) -> None:
         for process in self._running.values():
@@ -107,6 +113,8 @@ class Ranks:
                 os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         del self._running[rank]
+        if code != 0:
+            self._output.settle(rank, killed=code < 0)
         return Ended(rank, process.pid, code, _recorded(self._errors[rank - self._meeting.first_rank]))
 
     def _environment(self, local: int) -> dict[str, str]:
@@ -154,26 +162,3 @@ def _recorded(file: int) -> str:
         about: Any = json.loads(os.pread(file, os.fstat(file).st_size, 0))
         return str(about.get("message", {}).get("extraInfo", {}).get("py_callstack", "")).rstrip()
     return ""
-
-
-class Stopped(BaseException):
-    """A signal that ends the run. Not an `Exception`: nobody on the way out means it."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.signal = signal.Signals(number)
-
-
-@contextlib.contextmanager
-def signals_raise(numbers: tuple[signal.Signals, ...]) -> Iterator[None]:
-    """Inside, these signals become `Stopped`, in the main thread."""
-
-    def stop(number: int, frame: object) -> None:
-        raise Stopped(number)
-
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
