@@ -21,8 +21,8 @@ from sherd.errors import (
 from sherd.registration import register as _register
 
 if TYPE_CHECKING:
-    from sherd import comm
-    from sherd.api import clip_grad_norm_, describe, distribute, full_grad, full_parameters, no_sync, weigh
+    from sherd import comm, observe
+    from sherd.api import clip_grad_norm_, describe, distribute, full_grad, full_parameters, log, no_sync, weigh
     from sherd.ranks import launch
     from sherd.strategies import DDP, Strategy, ZeRO
 
@@ -30,7 +30,8 @@ __version__ = "0.1.0"
 
 _LAZY = {
     **dict.fromkeys(
-        ("clip_grad_norm_", "describe", "distribute", "full_grad", "full_parameters", "no_sync", "weigh"), "sherd.api"
+        ("clip_grad_norm_", "describe", "distribute", "full_grad", "full_parameters", "log", "no_sync", "weigh"),
+        "sherd.api",
     ),
     "launch": "sherd.ranks",
     **dict.fromkeys(("DDP", "Strategy", "ZeRO"), "sherd.strategies"),
@@ -61,15 +62,17 @@ __all__ = [
     "full_grad",
     "full_parameters",
     "launch",
+    "log",
     "no_sync",
+    "observe",
     "weigh",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch on first use: `sherd --help` must not wait for it."""
-    if name == "comm":
-        return importlib.import_module("sherd.comm")
+    if name in ("comm", "observe"):
+        return importlib.import_module(f"sherd.{name}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'sherd' has no attribute {name!r}")

@@ -8,5 +8,6 @@ from __future__ import annotations
 
 from sherd.api.distribution import distribute
 from sherd.api.functions import clip_grad_norm_, describe, full_grad, full_parameters, no_sync, weigh
+from sherd.api.log import log
 
-__all__ = ["clip_grad_norm_", "describe", "distribute", "full_grad", "full_parameters", "no_sync", "weigh"]
+__all__ = ["clip_grad_norm_", "describe", "distribute", "full_grad", "full_parameters", "log", "no_sync", "weigh"]

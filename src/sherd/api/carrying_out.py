@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from sherd import data
+from sherd import data, observe
 from sherd.api import optimizer as optimizers
 from sherd.api.foreign import refuse_foreign_steps
 from sherd.api.membership import enrol
 from sherd.api.plan import Plan
+from sherd.api.recording import record
 from sherd.api.schedulers import guard_schedulers
 from sherd.api.together import together
 from sherd.api.training import Training
@@ -27,6 +28,8 @@ def carry_out(plan: Plan, comm: Communicator, undo: ExitStack) -> None:
     """Train as planned from now on. Collective."""
     engine = together(comm, lambda: _prepare(plan, comm, undo))
     engine.take_over()
+    if observe.recording():
+        record(plan, comm)
     for sharding in plan.shardings[:1]:
         data.announce(sharding, comm, plan.options.accumulate)
 
@@ -46,8 +49,8 @@ def _prepare(plan: Plan, comm: Communicator, undo: ExitStack) -> Engine:
             training.own(thing)
     enrol(plan.model, engine, undo)
     share_statistics(plan.model, engine, undo)
-    for sharding in plan.shardings:
-        sharding.apply(undo)
+    for index, sharding in enumerate(plan.shardings):
+        sharding.apply(undo, trains=index == 0)
     refuse_foreign_steps()
     refuse_wrappers()
     if plan.options.accumulate > 1:

@@ -11,8 +11,7 @@ def described(training: Training) -> str:
     """Strategy, accumulation, shards, bytes by kind, buckets and transport. Collective: it sums up over the ranks."""
     engine = training.engine
     layout, comm = engine.layout, engine.comm
-    mine = {"parameters": engine.store.bytes(), **engine.gradients.bytes(), "optimizer state": training.state_bytes()}
-    mine["buckets"] += engine.store.gathered_bytes()
+    mine = training.memory()
     with comm.counters.agreeing():
         everybody = comm.all_gather_object(mine)
     largest = max((bucket.numel for bucket in layout.buckets), default=0)

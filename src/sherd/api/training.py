@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,6 +24,13 @@ Closure = Callable[..., Any]
 _ATTRIBUTE = "_sherd_training"
 
 
+class Recorder(Protocol):
+    """Who tells of every step."""
+
+    def record(self, closure: Closure | None, step: Callable[[Closure | None], Any]) -> Any:
+        """Take the step `step(closure)`."""
+
+
 class Training:
     """Ties a model and its optimizer to the engine. It lives as long as either of them."""
 
@@ -30,6 +38,8 @@ class Training:
         self.engine = engine
         self.strategy = strategy
         self._updater = updater
+        self.recorder: Recorder | None = None
+        """Who tells of every step, while events are on."""
 
     def own(self, thing: nn.Module | Optimizer) -> None:
         """Be found by `thing`, and live as long as it does."""
@@ -48,6 +58,11 @@ class Training:
 
     def step(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         """What `optimizer.step(closure)` does."""
+        if self.recorder is None:
+            return self._step(optimizer, closure)
+        return self.recorder.record(closure, partial(self._step, optimizer))
+
+    def _step(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         engine, updater = self.engine, self.updater
         if closure is not None and isinstance(updater, WholeUpdater) and updater.takes_closure:
             return self._step_by_closure(optimizer, closure, updater)
@@ -145,6 +160,17 @@ class Training:
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank."""
         return 0 if self._updater is None else self._updater.state_bytes()
+
+    def state_values(self) -> int:
+        """How many values that state consists of."""
+        return 0 if self._updater is None else self._updater.state_values()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank allocated, by what they are."""
+        store, gradients = self.engine.store, self.engine.gradients
+        kinds = {"parameters": store.bytes(), **gradients.bytes(), "optimizer state": self.state_bytes()}
+        kinds["buckets"] += store.gathered_bytes()
+        return kinds
 
 
 def training_of(thing: nn.Module | Optimizer) -> Training:

@@ -50,6 +50,9 @@ class WholeUpdater:
         kept = (value for state in self._optimizer.state.values() for value in state.values())
         return sum(getattr(value, "nbytes", 0) for value in kept)
 
+    def state_values(self) -> int:
+        return sum(map(len, self._optimizer.state.values()))
+
 
 def check_optimizer(optimizer: Optimizer, choices: Choices, strategy: Strategy) -> None:
     """Refuse an optimizer that cannot work in parts where that is what the strategy asks for."""

@@ -75,6 +75,8 @@ class Communicator(ABC):
         self.options = options
         self.tree = SummationTree(world, min(options.group or world, world))
         self.counters = Counters()
+        #: The ranks of each host, where that is known; else all on one.
+        self.hosts: Sequence[Sequence[int]] = [list(range(world))]
         self.closed = False
         #: What the ranks know each other's pickles by, where others could send some too; None: they send none.
         self.seal: Seal | None = None

@@ -58,17 +58,22 @@ def connect(options: CommOptions | None = None) -> Communicator:
     if dist.is_initialized():
         store, rank, world = _default_store(), dist.get_rank(), dist.get_world_size()
     elif int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return SoloCommunicator(options)
+        return _solo(options)
     else:
         store, rank, world = from_environment(options.timeout)
     if world == 1:
-        return SoloCommunicator(options)
+        return _solo(options)
     place = PrefixStore(f"sherd/{next(_connections)}", store)
     with Handshake(place, rank, range(world), options) as handshake:
         _settle_network(handshake)
         if not dist.is_initialized():
             handshake.during("torch.distributed", partial(_initialise, store, handshake, options.timeout))
         return _join(handshake, options, partial(_gloo, place) if uses_gloo() else partial(_default_backend, place))
+
+
+def _solo(options: CommOptions) -> Communicator:
+    observe.open_from_env(0)
+    return SoloCommunicator(options)
 
 
 def join(store: Store, rank: int, world_ranks: Sequence[int], options: CommOptions) -> Communicator:
@@ -124,8 +129,7 @@ def _default_store() -> Store:
 def _join(handshake: Handshake, options: CommOptions, new_wire: NewWire) -> Communicator:
     """Ranks that have said hello find out who shares a host, and choose."""
     me = handshake.hellos[handshake.rank]
-    if os.environ.get("SHERD_EVENTS") and type(observe.stream()) is observe.NullStream:
-        observe.use(observe.from_env(me.rank))
+    observe.open_from_env(me.rank)
     meeting = meet(handshake.rank, me.rank, handshake.exchange, options, check=handshake.check)
     if options.group is None:
         options = options.replace(group=_ranks_per_host(meeting) or handshake.world)
@@ -135,6 +139,7 @@ def _join(handshake: Handshake, options: CommOptions, new_wire: NewWire) -> Comm
     except BaseException as error:
         communicator.close(error)
         raise
+    communicator.hosts = meeting.hosts
     hosts = [[meeting.cards[r].name for r in host] for host in meeting.hosts]
     if isinstance(communicator, HostCommunicator):  # which watches the others by itself
         handshake.let_go()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
+
+from sherd.observe import monitor
+from sherd.observe.phases import COMMUNICATION
 
 
 class Handle(ABC):
@@ -86,3 +91,36 @@ class Together(Handle):
 
     def done(self) -> bool:
         return all(part.done() for part in self._parts)
+
+
+# ---------------------------------------------------------------- time
+
+
+def time_waits() -> None:
+    """Have the time that a run's thread spends in `wait()` and `release()` count as communication, from now on.
+
+    Not before somebody wants to know: a call more for each wait is not much, but for nothing.
+    """
+    kinds = Handle.__subclasses__()
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        for name in ("wait", "release"):
+            method = vars(kind).get(name)
+            if method is not None and kind is not Done and not hasattr(method, "__sherd__"):
+                setattr(kind, name, _timed(method))
+
+
+def _timed(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(method)
+    def timed(self: Any) -> Any:
+        run = monitor.current
+        if run is None or run.clock.phase == COMMUNICATION:  # inside another wait
+            return method(self)
+        before = run.clock.enter(COMMUNICATION)
+        try:
+            return method(self)
+        finally:
+            run.clock.enter(before)
+
+    timed.__sherd__ = True  # type: ignore[attr-defined]
+    return timed

@@ -15,10 +15,11 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, IterDataPipe, Subset
 
+from sherd import observe
 from sherd.comm import Communicator
 from sherd.config import LoaderOptions
 from sherd.data.iterable import Agreeing, Splitting
-from sherd.data.loader import adopt
+from sherd.data.loader import adopt, time
 from sherd.data.restore import as_it_is
 from sherd.data.samplers import Batches, Dealing, Samples
 from sherd.data.way import Way, length
@@ -40,15 +41,20 @@ class Sharding:
     sampler: tuple[str, int, int] | None
     """of a sampler that is distributed by itself: its name, its number of replicas and its rank"""
 
-    def apply(self, undo: ExitStack) -> None:
-        """Do it, in place. `undo` gets what makes the loader what it was."""
+    def apply(self, undo: ExitStack, trains: bool = False) -> None:
+        """Do it, in place. `undo` gets what makes the loader what it was.
+
+        `trains` says whether its batches are those of the steps, for whoever records them.
+        """
         undo.callback(as_it_is(self.loader))
         undo.callback(_known.discard, self.loader)
         batches: Any = self.loader.batch_sampler
         if self.batch is not None and self.batch != batches.batch_size:
             _set_batch_size(self.loader, self.batch)
         if self.way is not None:
-            adopt(self.loader, self.way)
+            adopt(self.loader, self.way, trains)
+        elif observe.recording():
+            time(self.loader, trains)
         _known.add(self.loader)
 
 

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from sherd.observe import monitor
+
 
 class Listener(Protocol):
     """Who wants to know."""
@@ -66,11 +68,21 @@ def _wrap() -> None:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @functools.wraps(original)
     def backward(*args: Any, **options: Any) -> None:
-        # One counter for the process: an inner backward may run in a thread of the autograd engine.
-        global _depth
         if _depth:
             original(*args, **options)
             return
+        run = monitor.current
+        if run is not None:
+            run.begin_backward(args[0] if args else options.get("tensors"))
+        try:
+            outermost(*args, **options)
+        finally:
+            if run is not None:
+                run.end_backward()
+
+    def outermost(*args: Any, **options: Any) -> None:
+        # One counter for the process: an inner backward may run in a thread of the autograd engine.
+        global _depth
         for listener in _alive():
             listener.begin_round()
         _depth += 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from torch import Tensor
+
 from sherd.comm import Communicator
 from sherd.engine.gradients import RingGradients
 from sherd.engine.layout import ShardLayout
@@ -15,7 +17,8 @@ class Measured:
 
     def __init__(self, layout: ShardLayout, make: Callable[[Callable[[int], None]], RingGradients]) -> None:
         self._norms = BlockNorms(layout)
-        self._stale: set[int] = set()  # buckets that were scaled since their norms were taken
+        # By bucket that was scaled since its norms were taken: by how much, clipping apart.
+        self._stale: dict[int, float] = {}
         self.edited: set[int] = set()
         """Buckets that were changed through `p.grad` and not measured since."""
         self.gradients = make(self.measure)
@@ -28,7 +31,7 @@ class Measured:
     def measure(self, bucket: int) -> None:
         """Take the norms of a bucket."""
         self._norms.measure(bucket, self.gradients.slices[bucket])
-        self._stale.discard(bucket)
+        self._stale.pop(bucket, None)
         self.edited.discard(bucket)
 
     def finite(self) -> bool:
@@ -37,16 +40,31 @@ class Measured:
 
     def norm(self, comm: Communicator, suspects: Iterable[int]) -> float:
         """The 2-norm of the whole gradient; `suspects` may have changed unnoticed. Collective."""
-        for bucket in sorted(self._stale.union(suspects)):
+        for bucket in sorted({*self._stale, *suspects}):
             self.measure(bucket)
         return self._norms.total(comm)
 
+    def own_squared(self) -> float:
+        """This rank's share of the squared 2-norm of the gradient before it was clipped: as it was measured last."""
+        return self._norms.squared(self._stale)
+
+    def own_squares(self) -> list[Tensor]:
+        """The same, block by block of this rank's slice of each bucket."""
+        return self._norms.squares(self._stale)
+
     def scale(self, factor: float) -> None:
         """Multiply every sum."""
+        self._scale(factor, factor)
+
+    def clip(self, factor: float) -> None:
+        """The same, for a gradient whose norm was too large: that is the one to tell."""
+        self._scale(factor, 1.0)
+
+    def _scale(self, factor: float, counts: float) -> None:
         for bucket, summed in enumerate(self.gradients.summed):
             if summed:
                 self.gradients.sums[bucket].mul_(factor)
-                self._stale.add(bucket)
+                self._stale[bucket] = self._stale.get(bucket, 1.0) * counts
 
     def zero(self) -> None:
         """Make every sum zero."""

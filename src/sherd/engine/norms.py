@@ -8,6 +8,7 @@ Block norms also find NaN and infinity at the cost of one pass over the gradient
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
@@ -47,6 +48,16 @@ class BlockNorms:
     def finite(self) -> bool:
         """Whether all of this owner's blocks have a finite norm."""
         return bool(torch.isfinite(self._table).all())
+
+    def squares(self, factors: Mapping[int, float]) -> list[Tensor]:
+        """The squared norms of this owner's blocks, bucket by bucket; those of some buckets are to be multiplied."""
+        return [part.square() * factors.get(bucket, 1.0) ** 2 for bucket, part in enumerate(self._parts)]
+
+    def squared(self, factors: Mapping[int, float]) -> float:
+        """Their sum."""
+        if all(factor == 1.0 for factor in factors.values()):
+            return float(torch.dot(self._table, self._table))
+        return sum(float(squares.sum()) for squares in self.squares(factors))
 
     @cached_property
     def _order(self) -> Tensor:

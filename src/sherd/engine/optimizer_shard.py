@@ -174,6 +174,10 @@ class OptimizerShard:
         """Bytes of the state tensors that this owner keeps."""
         return state_bytes(self._state)
 
+    def state_values(self) -> int:
+        """How many values this owner keeps: with another number of them, the bytes are others too."""
+        return sum(len(values) for values in self._state.values() if isinstance(values, dict))
+
     def _inner(self) -> Optimizer:
         groups = zip(self._optimizer.param_groups, self._held, strict=True)
         live = [{**hyper_parameters(group), **held} for group, held in groups]

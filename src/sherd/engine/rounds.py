@@ -306,8 +306,13 @@ class Rounds:
             norm = self._measured.norm(self._comm, self.access.suspects())
         factor = max_norm / (norm + 1e-6)
         if factor < 1.0:
-            self._measured.scale(factor)
+            self._measured.clip(factor)
         return norm
+
+    @property
+    def measured(self) -> Measured:
+        """The norms of the gradient, as far as this rank owns it."""
+        return self._measured
 
     def _scale_back(self) -> None:
         divided = self._weights.undivide()

@@ -81,6 +81,9 @@ register_kind("comm.diverged", "ranks", "text", urgent=True)
 register_kind("warning", "text", extra=True, urgent=True)
 register_kind("error", "text", extra=True, urgent=True)
 register_kind("step", "loss", extra=True)
+register_kind("log", "figures", "n")
+register_kind("sample", "text", extra=True)
+register_kind("run.length", "steps")
 register_kind("span", "name", "begin_ns", "end_ns", extra=True)
 
 

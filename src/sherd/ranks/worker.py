@@ -26,6 +26,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from sherd import observe
 from sherd.comm.leaving import leave_all
 
 RUN, CLEAN, STOP = b"R", b"C", b"S"  # what the parent says
@@ -58,6 +59,7 @@ def main(rank: int, control: socket.socket, parent: int) -> None:
             _show_stacks(stacks)  # again: what one function does to the handlers or to the seed must not reach the next
             torch.manual_seed(seed)
             answer = _answer(lambda: _run(rank, task), result)
+            observe.finish(answer == RETURNED)
             leave_all()  # a rank whose function has returned takes part in nothing any more, though its process lives
             control.sendall(answer)
         else:

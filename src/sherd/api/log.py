@@ -1,0 +1,62 @@
+"""A user's own figures."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+from torch import Tensor
+
+from sherd import observe
+from sherd.errors import ConfigError
+from sherd.observe import monitor
+
+
+def log(*, n: float | None = None, **figures: Any) -> None:
+    """Add figures of your own to this rank's events: numbers, or tensors of one element.
+
+        sherd.log(loss=loss, accuracy=right / len(y))
+
+    Not collective: any rank may call it, at any time, and `if sherd.is_main(): sherd.log(...)` is fine. Whoever reads
+    the events averages a figure over the ranks and the calls of a step, weighted by `n`: the samples that it is a mean
+    over. The default is the samples of the last batch of the training loader, or 1 without one.
+
+    `loss=` is also the loss of the step, and `tokens=` adds to the tokens of the step. While events are off it does
+    nothing but check its arguments. `SHERD_EVENTS=directory` turns them on, and so does `sherd run --events`.
+    """
+    if not figures:
+        raise ConfigError("sherd.log got no figures; write sherd.log(loss=loss.item())")
+    found = {name: _number(name, value) for name, value in figures.items()}
+    weight = None if n is None else _number("n", n)
+    if weight is not None and not (math.isfinite(weight) and weight >= 0):
+        raise ConfigError(f"sherd.log got n={n!r}; write the number of samples that the figures are a mean over")
+    run = monitor.current
+    if run is None:
+        return
+    if weight is None:
+        weight = 1 if run.batch is None else run.batch
+    step = run.step_of_log()
+    run.tell(found.get("loss"), found.get("tokens"), weight)
+    observe.emit("log", step, figures=found, n=weight)
+
+
+def _number(name: str, value: Any) -> float | int:
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        value = value.detach().item()
+    elif getattr(value, "size", None) == 1 and hasattr(value, "item"):  # numpy's
+        value = value.item()
+    if isinstance(value, numbers.Real):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    if isinstance(value, str):
+        fix = f'write sherd.observe.emit("sample", text={name}) for text'
+    else:
+        fix = f"write {name}={name}.mean().item() or such"
+    raise ConfigError(f"sherd.log got {name}={_short(value)}, expected a number or a tensor of one element; {fix}")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -1,0 +1,182 @@
+"""What a run tells of itself while events are on: how it begins, and one `step` event per real step.
+
+Nothing here is collective. Each rank tells its own part; whoever reads the events puts them together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from sherd import observe
+from sherd.api.plan import Plan
+from sherd.api.training import Closure, Training, training_of
+from sherd.comm import Communicator
+from sherd.comm.handle import time_waits
+from sherd.config import Options
+from sherd.observe import monitor
+from sherd.observe.monitor import RunMonitor, Totals
+from sherd.observe.process import Resident, machine
+
+MEMORY_SECONDS = 1.0
+
+
+def record(plan: Plan, comm: Communicator) -> None:
+    """Tell that a run begins, and of every step from now on."""
+    run = monitor.current
+    if run is None:
+        return
+    time_waits()
+    run.loads |= bool(plan.shardings)
+    run.clock.follow_this_thread()
+    number = {} if plan.optimizer is not None and run.optimizers == 0 else {"optimizer": run.optimizers}
+    observe.start_run(**_beginning(plan, comm), **number)
+    if plan.optimizer is not None:
+        training = training_of(plan.optimizer)
+        training.recorder = StepRecorder(training, plan.optimizer, run.optimizers, run)
+        run.optimizers += 1
+    run.end_step()
+
+
+def _beginning(plan: Plan, comm: Communicator) -> dict[str, Any]:
+    training = training_of(plan.models[0])
+    layout, trained = training.engine.layout, training.engine.trained
+    batch = plan.shardings[0].batch if plan.shardings else None
+    accumulate = plan.options.accumulate
+    frozen = sum(trained.inventory.parameters[index].numel() for index in trained.frozen)
+    return {
+        "world": comm.world,
+        "strategy": plan.strategy.name,
+        "options": {**_chosen(plan.strategy), **_chosen(plan.options), **_chosen(plan.loading)},
+        "transport": comm.transport,
+        "hosts": [list(host) for host in comm.hosts],
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "model": {"elements": layout.numel, "parameters": len(layout.entries), "frozen": frozen},
+        "batch": None if batch is None else batch * comm.world * accumulate,
+        "accumulate": accumulate,
+        "total_steps": observe.expected_steps(),
+        "machine": machine(),
+        "command": list(sys.argv),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _chosen(options: Options) -> dict[str, Any]:
+    """The options that are not as they would be by themselves."""
+    found = {field.name: (getattr(options, field.name), field.default) for field in dataclasses.fields(options)}
+    plain = (str, int, float, bool, type(None))
+    return {
+        name: value if isinstance(value, plain) else str(value)
+        for name, (value, default) in found.items()
+        if value != default
+    }
+
+
+class StepRecorder:
+    """Tells of the steps of one optimizer, which is the `number`-th of the process."""
+
+    def __init__(self, training: Training, optimizer: Optimizer, number: int, run: RunMonitor) -> None:
+        self._training = training
+        self._optimizer = optimizer
+        self._number = number
+        self._run = run
+        self._steps = 0
+        self._memory = _Memory(training)
+        self._resident = Resident()
+        self._before = run.totals()
+        self._sent = self._bytes()
+
+    def record(self, closure: Closure | None, step: Callable[[Closure | None], Any]) -> Any:
+        """Take the step `step(closure)`, and tell of it if it was a real one."""
+        run, engine = self._run, self._training.engine
+        if monitor.current is not run:  # that run is over
+            return step(closure)
+        before, loss = (engine.steps, engine.skipped), None
+        run.begin_step()
+        try:
+            loss = step(None if closure is None else run.evaluation(closure))
+            return loss
+        finally:
+            run.end_step()
+            if (engine.steps, engine.skipped) != before:
+                self._emit(loss, skipped=engine.skipped > before[1])
+
+    def _emit(self, loss: Any, skipped: bool) -> None:
+        now, sent, before = self._run.totals(), self._bytes(), self._before
+        step = self._steps
+        self._steps += 1
+        self._before = now
+        fields: dict[str, Any] = {
+            "loss": _told_loss(now, before, loss),
+            "root": _mean(now.roots - before.roots, now.backwards - before.backwards),
+            "samples": now.samples - before.samples if now.batches > before.batches else None,
+            "tokens": now.tokens - before.tokens if now.told_tokens > before.told_tokens else None,
+            "seconds": now.seconds_since(before),
+            "bytes": {kind: sent[kind] - self._sent[kind] for kind in sent},
+            "memory": self._memory.read(),
+            "resident": self._resident.read(),
+            "skipped": skipped,
+            "lr": [_number(group.get("lr")) for group in self._optimizer.param_groups],
+            "norm_squared": self._training.engine.rounds.measured.own_squared(),
+        }
+        self._sent = sent
+        if self._number:
+            fields["optimizer"] = self._number
+        self._run.stepped(self._number)
+        observe.emit("step", step, **fields)
+
+    def _bytes(self) -> dict[str, int]:
+        total = self._training.engine.comm.counters.total()
+        return {"payload": total.payload, "control": total.control}
+
+
+class _Memory:
+    """Bytes by kind, counted again only where they may have changed.
+
+    Parameters and state are many tensors. The sizes of the former change when some are unfrozen; the state's when there
+    is more of it, but for an optimizer that replaces a tensor by another of the same name, so it is counted again once
+    a second.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._known: tuple[int, int] | None = None
+        self._due = 0.0
+        self._kinds: dict[str, int] = {}
+
+    def read(self) -> dict[str, int]:
+        training, engine = self._training, self._training.engine
+        known, now = (len(engine.trained.indices), training.state_values()), time.monotonic()
+        if known != self._known or now >= self._due:
+            self._known, self._due = known, now + MEMORY_SECONDS
+            self._kinds = training.memory()
+        else:
+            self._kinds = {**self._kinds, **engine.gradients.bytes()}
+            self._kinds["buckets"] += engine.store.gathered_bytes()
+        return self._kinds
+
+
+def _told_loss(now: Totals, before: Totals, returned: Any) -> float | None:
+    told = _mean(now.losses - before.losses, now.told_losses - before.told_losses)
+    return _number(returned) if told is None else told
+
+
+def _mean(total: float, weight: float) -> float | None:
+    return total / weight if weight else None
+
+
+def _number(value: Any) -> float | None:
+    """What a closure returned, or a learning rate, as a number if it is one."""
+    if isinstance(value, Tensor):
+        return float(value.detach()) if value.numel() == 1 else None
+    return float(value) if isinstance(value, (int, float)) else None
