@@ -1,13 +1,13 @@
 """The `sherd` command.
 
-`run` and `doctor` parse. Behind `run`, in the order in which a run goes: `request`, `token`, `rendezvous` (machines
-find each other at an `endpoint`, take their `seat`, and write on a `board`), `launcher` (starts `ranks`, each through
-`tied`, and listens for `news` of other machines), `messages`.
+`run` and `doctor` parse. Behind `run`, in the order in which a run goes: `options`, `request`, `checks`, `start`, `token`,
+`rendezvous` (machines find each other at an `endpoint`, take their `seat`, and write on a `board`), `launcher` (starts
+`ranks`, each through `tied`, and listens for `news` of other machines), `messages`. What ranks write goes through
+`output` (`pieces`, `tracebacks`) to the `console`.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from sherd.cli.doctor import doctor
+from sherd.cli.options import normalised
 from sherd.cli.run import run
 from sherd.errors import SherdError
 
@@ -22,9 +23,9 @@ BAD_INPUT = 2
 INTERRUPTED = 130
 
 # Plain text: a box around a one-line error makes it five lines.
-app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 # A script's own options follow it, so parsing stops at the first word that is not an option.
-app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command(context_settings={"allow_interspersed_args": False, "token_normalize_func": normalised})(run)
 app.command()(doctor)
 
 
@@ -55,6 +56,8 @@ def _complain(message: str) -> int:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        import importlib.metadata  # a third of the time that `sherd --help` takes
+
         try:
             print(f"sherd {importlib.metadata.version('sherd')}")
         except importlib.metadata.PackageNotFoundError:

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
+
+from sherd.cli.words import ranks_in_words
 
 if TYPE_CHECKING:
     from sherd.cli.ranks import Ended
 
+_line: Callable[[str], None] | None = None  # what writes a line, while the ranks' output passes through this process
+
 
 def say(text: str) -> None:
-    print(f"sherd run: {text}", file=sys.stderr, flush=True)
+    _write(f"sherd run: {text}")
+
+
+@contextlib.contextmanager
+def said_by(line: Callable[[str], None]) -> Iterator[None]:
+    """Inside, lines are written by this function: it knows what else is on the terminal."""
+    global _line
+    _line = line
+    try:
+        yield
+    finally:
+        _line = None
+
+
+def _write(text: str) -> None:
+    if _line is not None:
+        _line(text)
+    else:
+        print(text, file=sys.stderr, flush=True)
 
 
 def say_failed(cause: Ended) -> None:
@@ -20,7 +43,7 @@ def say_failed(cause: Ended) -> None:
     where = "" if cause.traceback or cause.code < 0 else "; what it wrote is above"
     say(f"rank {cause.rank} failed first (pid {cause.pid}): {_ending(cause.code)}{where}")
     if cause.traceback:
-        print(cause.traceback, file=sys.stderr, flush=True)
+        _write(cause.traceback)
 
 
 def conclude(failed: Sequence[Ended], *, ours: bool) -> int:
@@ -29,7 +52,7 @@ def conclude(failed: Sequence[Ended], *, ours: bool) -> int:
     for one in failed[1:] if ours else failed:
         endings.setdefault(_ending(one.code), []).append(one.rank)
     for ending, ranks in endings.items():
-        say(f"after it, rank {', '.join(map(str, sorted(ranks)))}: {ending}")
+        say(f"after it, {ranks_in_words(ranks)}: {ending}")
     if not ours or not failed:
         return 0 if ours else 1
     return failed[0].code if failed[0].code > 0 else 128 - failed[0].code

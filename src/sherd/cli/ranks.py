@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sherd.cli import tied
+from sherd.cli.output import Output
 from sherd.cli.rendezvous import Meeting
 from sherd.comm.network import IFNAME
 from sherd.ranks.watch import describe_exit
@@ -41,10 +42,11 @@ class Ended:
 class Ranks:
     """All ranks of this machine. Each is in a session of its own: ^C in a terminal is for the launcher to deal with."""
 
-    def __init__(self, command: list[str], meeting: Meeting) -> None:
+    def __init__(self, command: list[str], meeting: Meeting, output: Output) -> None:
         self.failed: list[Ended] = []  # in the order in which they were seen
         self._command = command
         self._meeting = meeting
+        self._output = output
         # torch's `record` writes the traceback of a rank into a file of this name. Files in memory need no directory
         # that can be written to, and nothing of them is left, even by `kill -9`.
         self._errors = [os.memfd_create("sherd-run-error") for _ in range(meeting.ranks)]
@@ -65,9 +67,11 @@ class Ranks:
         tie = [sys.executable, "-I", "-S", tied.__file__, str(os.getpid())]
         for local in range(self._meeting.ranks):
             rank = self._meeting.first_rank + local
+            files = self._output.files(rank)
             self._running[rank] = subprocess.Popen(
-                [*tie, *self._command], env=self._environment(local), start_new_session=True
+                [*tie, *self._command], env=self._environment(local), start_new_session=True, **files
             )
+            self._output.started(rank)
 
     def look(self) -> list[Ended]:
         """Those that have ended since the last look, the ones that no other can have caused first."""
@@ -78,12 +82,15 @@ class Ranks:
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """End them: politely first. An exception in the meantime (^C again) hurries, no more."""
+        if number == signal.SIGINT:
+            self._output.interrupted()
         try:
             self._signal(number)
             self._wait(GRACE_SECONDS)
         finally:
             self._signal(signal.SIGKILL)
             self._wait(GRACE_SECONDS)
+            self._output.settle_all()
 
     def _signal(self, number: int) -> None:
         for process in self._running.values():
@@ -107,6 +114,8 @@ class Ranks:
                 os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         del self._running[rank]
+        if code != 0:
+            self._output.settle(rank, killed=code < 0)
         return Ended(rank, process.pid, code, _recorded(self._errors[rank - self._meeting.first_rank]))
 
     def _environment(self, local: int) -> dict[str, str]:

@@ -2,146 +2,149 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.machinery
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
 
 import typer
 
+from sherd.cli import options
+from sherd.cli.checks import check_directories, warnings_at_start
 from sherd.cli.messages import say
-from sherd.cli.request import Request
+from sherd.cli.options import check_strategy
+from sherd.cli.request import Request, Showing
+from sherd.cli.start import start
 from sherd.errors import ConfigError
-from sherd.machine import check_files, check_loopback
-
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-
-
-def _number(least: int, most: int = 1 << 30) -> Callable[[str | int], int]:
-    """A parser of whole numbers whose error shows what was found."""
-
-    def parse(text: str | int) -> int:
-        if not str(text).isdecimal() or not least <= int(text) <= most:
-            upper = f" to {most}" if most < 1 << 30 else " up"
-            raise typer.BadParameter(f"found {text!r}, expected a whole number from {least}{upper}")
-        return int(text)
-
-    return parse
-
-
-_COUNT = {"parser": _number(1), "metavar": "COUNT"}
 
 
 def run(
-    script: Annotated[str, typer.Argument(help="A Python file; with -m, a module.", show_default=False)],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Passed on to the script.", show_default=False)] = None,
+    script: options.Script,
+    arguments: options.Arguments = None,
     *,
-    ranks: Annotated[int, typer.Option("-n", "--ranks", help="Ranks on this machine.", **_COUNT)] = 1,
-    module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
-    nnodes: Annotated[int, typer.Option(help="Machines of the run; each starts sherd run.", **_COUNT)] = 1,
-    node_rank: Annotated[
-        int, typer.Option(parser=_number(0), metavar="RANK", help="Which of the machines this is.")
-    ] = 0,
-    master_addr: Annotated[str | None, typer.Option(help="Address of machine 0.", show_default=False)] = None,
-    master_port: Annotated[
-        int, typer.Option(parser=_number(1, 65535), metavar="PORT", help="A free port of machine 0.")
-    ] = 29500,
-    token_file: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="A secret that the machines of a run share; also SHERD_TOKEN_FILE or SHERD_TOKEN.",
-            show_default=False,
-        ),
-    ] = None,
-    wait: Annotated[
-        int, typer.Option(metavar="SECONDS", parser=_number(1), help="How long machines wait for each other.")
-    ] = 600,
+    ranks: options.Ranks = 1,
+    module: options.Module = False,
+    strategy: options.Strategy = None,
+    live: options.Live = False,
+    events: options.Events = None,
+    csv: options.Csv = None,
+    tensorboard: options.Tensorboard = None,
+    layers: options.Layers = False,
+    log_dir: options.LogDir = None,
+    quiet: options.Quiet = False,
+    hosts: options.Hosts = None,
+    ssh: options.Ssh = "ssh",
+    python: options.RemotePython = None,
+    nnodes: options.Nnodes = 1,
+    node_rank: options.NodeRank = 0,
+    master_addr: options.MasterAddr = None,
+    master_port: options.MasterPort = 29500,
+    token_file: options.TokenFile = None,
+    wait: options.Wait = 600,
+    standalone: options.Standalone = False,
+    attended: options.Attended = False,
+    label: options.Label = "",
 ) -> None:
     """Start ranks of a script. Options of sherd come before the script, its own after it."""
-    _check_nodes(nnodes, node_rank, master_addr)
-    _check_script(script, module)
+    _check_nodes(nnodes, node_rank, master_addr, standalone)
+    words = [*(["-m"] if module else []), script, *(arguments or [])]
+    showing = Showing(
+        log_dir=_path(log_dir),
+        events=_path(events),
+        csv=_path(csv),
+        tensorboard=_path(tensorboard),
+        live=live and not quiet,
+        quiet=quiet,
+        label=label,
+        attended=attended,
+    )
+    if hosts is not None:
+        if nnodes > 1 or node_rank > 0:
+            raise ConfigError("--hosts starts every machine itself; leave out --nnodes and --node-rank")
+        from sherd.cli.hosts import Remote, run_on_hosts
+
+        check_strategy(strategy)
+        remote = Remote.of(hosts, ranks, ssh, python, master_addr, master_port, wait, token_file)
+        raise typer.Exit(run_on_hosts(remote, words, showing, strategy=strategy, layers=layers))
+    if python is not None:
+        raise ConfigError("--python is about --hosts; here the interpreter is the one that runs sherd")
+    machines = (nnodes, node_rank, master_addr or "", master_port, token_file, wait)
+    raise typer.Exit(_run(words, ranks, showing, strategy, layers, machines))
+
+
+def run_command(
+    command: Sequence[str],
+    ranks: int,
+    *,
+    strategy: str | None = None,
+    live: bool = False,
+    quiet: bool = False,
+    events: str | os.PathLike[str] | None = None,
+    csv: str | os.PathLike[str] | None = None,
+    tensorboard: str | os.PathLike[str] | None = None,
+    layers: bool = False,
+    log_dir: str | os.PathLike[str] | None = None,
+) -> int:
+    """Run ranks on this machine to their end, as `sherd run` does; the exit status. For other commands of sherd.
+
+    `command` is what would follow `python`: a script and its arguments, or "-m", a module and its arguments. Call it
+    from the main thread, as the last thing of a process: it takes over signals and sets variables of the environment.
+    Bad input raises `ConfigError`.
+    """
+    showing = Showing(
+        log_dir=_path(log_dir),
+        events=_path(events),
+        csv=_path(csv),
+        tensorboard=_path(tensorboard),
+        live=live and not quiet,
+        quiet=quiet,
+    )
+    return _run(list(command), ranks, showing, strategy, layers, (1, 0, "", 29500, None, 600))
+
+
+def _run(
+    words: list[str],
+    ranks: int,
+    showing: Showing,
+    strategy: str | None,
+    layers: bool,
+    machines: tuple[int, int, str, int, str | None, float],
+) -> int:
+    """Check everything, set the ranks' environment, and start."""
+    _check_script(words)
+    check_strategy(strategy)
+    request = Request([sys.executable, "-u", *words], ranks, *machines, showing)
+    check_directories(showing, request.machines)
+    if not showing.quiet:
+        for warning in warnings_at_start(ranks):
+            say(f"warning: {warning}")
     # Every rank with a thread per core would make them wait for each other; torch's own default here is 1.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    command = [sys.executable, "-u", *(["-m"] if module else []), script, *(arguments or [])]
-    request = Request(command, ranks, nnodes, node_rank, master_addr or "", master_port, token_file, wait)
-    check_files(ranks)
-    if nnodes == 1:
-        check_loopback()
-    with _ended_by_signals():
-        raise typer.Exit(_launch(request))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, options.cores() // ranks)))
+    if strategy is not None:
+        os.environ["SHERD_STRATEGY"] = strategy
+    if layers:
+        os.environ["SHERD_LAYERS"] = "1"
+    return start(request)
 
 
-def _check_nodes(nnodes: int, node_rank: int, master_addr: str | None) -> None:
+def _path(text: str | os.PathLike[str] | None) -> Path | None:
+    return None if text is None else Path(text)
+
+
+def _check_nodes(nnodes: int, node_rank: int, master_addr: str | None, standalone: bool) -> None:
     if node_rank >= nnodes:
         raise ConfigError(f"--node-rank {node_rank} must be below --nnodes {nnodes}: machines count from 0")
+    if nnodes > 1 and standalone:
+        raise ConfigError(f"--standalone is a run on one machine, and --nnodes {nnodes} are several; leave one out")
     if nnodes > 1 and not master_addr:
         raise ConfigError(f"--nnodes {nnodes} needs --master-addr: write the address of machine 0")
 
 
-def _check_script(script: str, module: bool) -> None:
-    if not module and not Path(script).is_file():
-        found = "is a directory" if Path(script).is_dir() else "does not exist"
-        raise ConfigError(f"the script {script!r} {found}; write the path of a Python file, or -m and a module")
-    if module and not importlib.machinery.PathFinder.find_spec(script.partition(".")[0], [os.curdir, *sys.path]):
-        raise ConfigError(f"there is no module {script!r} here or among the installed ones; write -m package.module")
-
-
-def _launch(request: Request) -> int:
-    """Run the ranks to their end; the exit status."""
-    # Late: importing torch takes seconds, and bad input should be answered at once. Quiet: its store has warnings for
-    # what is no concern of the user (a name that is not found), and for what we say ourselves.
-    with _environ("TORCH_CPP_LOG_LEVEL", "ERROR"):
-        from sherd.cli.launcher import run_ranks
-        from sherd.cli.news import Newsroom
-        from sherd.cli.ranks import Ranks, Stopped, signals_raise
-        from sherd.cli.rendezvous import meet, meet_alone
-        from sherd.cli.token import set_token
-
-    seal = set_token(request.token_file, request.machines)
-    try:
-        with signals_raise(STOPPING):
-            met = meet(request, seal) if request.machines > 1 else meet_alone(request.ranks, seal)
-            with met as meeting:
-                check_files(meeting.world_size)
-                return run_ranks(Ranks(request.command, meeting), Newsroom(meeting))
-    except Stopped as stop:
-        say(f"stopped by {stop.signal.name}; all ranks have ended")
-        return 128 + stop.signal
-
-
-@contextlib.contextmanager
-def _environ(name: str, value: str) -> Iterator[None]:
-    """Set a variable for a while, unless the user has set it."""
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Inside, a signal ends this process at once, and with it its ranks, which are tied to it.
-
-    The launcher puts its own handlers in their place while it has ranks. Afterwards the exit status stands.
-    """
-
-    def stop(number: int, frame: object) -> NoReturn:
-        # Not an exception: while torch is imported there are places that swallow one, and the run would go on.
-        os._exit(128 + number)
-
-    for number in STOPPING:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number in STOPPING:
-            signal.signal(number, signal.SIG_IGN)
+def _check_script(words: list[str]) -> None:
+    if words[0] != "-m":
+        if not Path(words[0]).is_file():
+            found = "is a directory" if Path(words[0]).is_dir() else "does not exist"
+            raise ConfigError(f"the script {words[0]!r} {found}; write the path of a Python file, or -m and a module")
+    elif not importlib.machinery.PathFinder.find_spec(words[1].partition(".")[0], [os.curdir, *sys.path]):
+        raise ConfigError(f"there is no module {words[1]!r} here or among the installed ones; write -m package.module")

@@ -234,17 +234,26 @@ def _from_json(value: Any) -> Any:
     return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
+def parse(line: bytes) -> Event | None:
+    """The event of one line; None where it is not one."""
+    try:
+        fields = _leaves(json.loads(line), _from_json)
+        event = Event(**{name: fields.pop(name) for name in COMMON}, fields=fields)
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return None
+    right = isinstance(event.v, int) and isinstance(event.t, (int, float)) and isinstance(event.rank, int)
+    return event if right else None
+
+
 def _read_file(path: Path) -> Iterator[Event]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            try:
-                fields = _leaves(json.loads(line), _from_json)
-                common = {name: fields.pop(name) for name in COMMON}
-            except (ValueError, AttributeError, KeyError, TypeError):
+            event = parse(line)
+            if event is None:
                 if not line.endswith(b"\n"):
                     return  # the rank was killed while it wrote this
-                raise ConfigError(f"{path}, line {number}: not an event of sherd: {line[:80]!r}") from None
-            if common["v"] > SCHEMA:
-                found = f"{path}, line {number}: event schema {common['v']}"
+                raise ConfigError(f"{path}, line {number}: not an event of sherd: {line[:80]!r}")
+            if event.v > SCHEMA:
+                found = f"{path}, line {number}: event schema {event.v}"
                 raise Unsupported(f"{found} is newer than {SCHEMA}, the newest this sherd reads; upgrade sherd")
-            yield Event(**common, fields=fields)
+            yield event

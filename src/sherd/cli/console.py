@@ -1,0 +1,165 @@
+"""Where output goes: this process's stdout and stderr, by whole lines, with a frame below them in a terminal.
+
+A *piece* is the part of an output up to and including a line feed, or a carriage return as progress bars write it. Pieces
+of different writers never mix: who wants to write while the line of another is unfinished gets a line of his own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+STDOUT, STDERR = 1, 2
+SAY_SECONDS = 1.0
+ERASE = b"\r\x1b[J"  # from the start of this line to the end of the screen
+# Readable on dark and on light backgrounds; neither red, which is for errors, nor black and white.
+COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
+_FINISHED = (b"\n", b"\r")
+
+
+@dataclass(eq=False)
+class Writer:
+    """One stream of one rank."""
+
+    stream: int  # STDOUT or STDERR
+    prefix: bytes = b""
+    fresh: bool = True  # what it writes next begins a line
+
+
+class Console:
+    """Both streams of this process. Every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.closed: set[int] = set()  # streams that nobody reads any more
+        self._unfinished: dict[object, Writer | None] = {}  # whose line each device shows the beginning of
+        self._pending: list[tuple[int, bytes]] = []
+        self._frame: list[str] = []
+        self._widths: list[int] = []
+
+    def is_terminal(self, stream: int) -> bool:
+        return os.isatty(stream)
+
+    def prefix(self, label: str, rank: int, stream: int) -> bytes:
+        """What stands before the lines of a rank: nothing for rank 0, so that scripts can read its output."""
+        if rank == 0:
+            return b""
+        text = f"[{label} rank {rank}]" if label else f"[rank {rank}]"
+        if self.coloured(stream):
+            text = f"\x1b[{COLOURS[(rank - 1) % len(COLOURS)]}m{text}\x1b[0m"
+        return f"{text} ".encode()
+
+    def coloured(self, stream: int) -> bool:
+        return self.is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+    def put(self, writer: Writer, pieces: Sequence[bytes]) -> None:
+        """Add to what the next `flush` writes. Only the last piece may be unfinished."""
+        device = self._device(writer.stream)
+        with self.lock:
+            for piece in pieces:
+                other = self._unfinished.get(device)
+                if other is not None and other is not writer:
+                    self._pending.append((writer.stream, b"\n"))
+                    other.fresh = True
+                data = writer.prefix + piece if writer.fresh else piece
+                writer.fresh = piece.endswith(_FINISHED)
+                # After a carriage return the line is still there, and the next of this writer goes over it.
+                self._unfinished[device] = None if piece.endswith(b"\n") else writer
+                self._pending.append((writer.stream, data))
+
+    def flush(self) -> None:
+        with self.lock:
+            pending, self._pending = self._pending, []
+            if pending:
+                with self._without_frame():
+                    for stream, data in _joined(pending):
+                        self._write(stream, data)
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own, on stderr."""
+        line = text.encode(errors="replace") + b"\n"
+        # Whoever reads stdout may have stopped to read, and hold up the thread that writes there; stderr may be free.
+        if not self.lock.acquire(timeout=SAY_SECONDS):
+            self._write(STDERR, line)
+            return
+        try:
+            self.put(Writer(STDERR), [line])
+            self.flush()
+        finally:
+            self.lock.release()
+
+    def show(self, lines: list[str], widths: list[int]) -> None:
+        """Draw a frame below everything, in place of the one before. The lines may have colours, hence the widths."""
+        with self.lock:
+            self.flush()
+            with self._without_frame():
+                self._frame, self._widths = lines, widths
+
+    def hide(self) -> None:
+        self.show([], [])
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a line has begun on the terminal that is no progress bar: a question, perhaps."""
+        writer = self._unfinished.get("terminal")
+        return writer is not None and not writer.fresh
+
+    @contextlib.contextmanager
+    def _without_frame(self) -> Iterator[None]:
+        """Take the frame away, and put it back below what was written meanwhile."""
+        if self._frame:
+            columns = _columns()
+            # A terminal that has become narrower has broken the lines.
+            rows = sum(max(1, -(-width // columns)) for width in self._widths)
+            up = f"\x1b[{rows}A".encode() if rows else b""
+            self._write(STDOUT, up + ERASE)
+        yield
+        if self._frame:
+            if self._unfinished.get("terminal") is not None:
+                self._write(STDOUT, b"\n")
+                self._end_line()
+            self._write(STDOUT, "".join(f"{line}\n" for line in self._frame).encode())
+
+    def _end_line(self) -> None:
+        writer = self._unfinished.get("terminal")
+        if writer is not None:
+            writer.fresh = True
+        self._unfinished["terminal"] = None
+
+    def _device(self, stream: int) -> object:
+        return "terminal" if self.is_terminal(stream) else stream
+
+    def _write(self, stream: int, data: bytes) -> None:
+        if stream in self.closed:
+            return
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(stream, view) :]
+            except BlockingIOError:  # the terminal is shared with a program that has changed its mode
+                select.select([], [stream], [])
+            except OSError:  # its reader has left, or the terminal has been closed
+                self.closed.add(stream)
+                return
+
+
+def _joined(parts: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """Neighbours for one stream as one write."""
+    stream, gathered = parts[0][0], []
+    for target, data in parts:
+        if target != stream:
+            yield stream, b"".join(gathered)
+            stream, gathered = target, []
+        gathered.append(data)
+    yield stream, b"".join(gathered)
+
+
+def _columns() -> int:
+    try:
+        return os.get_terminal_size(STDOUT).columns or 80
+    except OSError:
+        return 80

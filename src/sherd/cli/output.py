@@ -1,0 +1,241 @@
+"""What the ranks of this machine write: on to our own stdout and stderr, and into files where the user wants them.
+
+One rank alone has this process's terminal itself, so that a debugger, `input()` and progress bars work as without us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sherd.cli import messages
+from sherd.cli.console import STDERR, STDOUT, Console, Writer
+from sherd.cli.pieces import Pieces
+from sherd.cli.request import Showing
+from sherd.cli.tracebacks import Tracebacks
+
+READ_BYTES = 1 << 16
+UNFINISHED_SECONDS = 0.1  # after which a terminal shows a line that has begun: it may be a question
+TICK_SECONDS = 0.1
+SETTLE_SECONDS = 2.0  # for a terminal that has been stopped (^S) to take what a dead rank had written
+
+
+class Output:
+    """The interface, and the output of a rank that has this process's own streams."""
+
+    def files(self, rank: int) -> dict[str, Any]:
+        """What `subprocess.Popen` is to be given for this rank."""
+        return {}
+
+    def started(self, rank: int) -> None:
+        """The rank has its files."""
+
+    def settle(self, rank: int, killed: bool) -> None:
+        """The rank has ended: show what is left of it, now, so that what is said of it comes after."""
+
+    def settle_all(self) -> None:
+        """The same for all of them."""
+
+    def interrupted(self) -> None:
+        """From now on ranks end because they are told to."""
+
+    def close(self) -> None:
+        """All have ended."""
+
+
+class Source:
+    """One stream of a rank: a pipe, and the log that it also goes to."""
+
+    def __init__(self, rank: int, writer: Writer, pipe: int, log: int | None) -> None:
+        self.rank = rank
+        self.writer = writer
+        self.pipe = pipe
+        self.ended = False
+        self.pieces = Pieces()
+        self.last = 0.0  # when something came
+        self._log = log
+        os.set_blocking(pipe, False)
+
+    def read(self) -> bytes | None:
+        """None while there is nothing, b"" once there will be nothing any more."""
+        if self.ended:
+            return b""
+        try:
+            data = os.read(self.pipe, READ_BYTES)
+        except BlockingIOError:
+            return None
+        self.ended = not data
+        self.last = time.monotonic()
+        if self._log is not None and data:
+            self._keep(data)
+        return data
+
+    def _keep(self, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view and self._log is not None:
+                view = view[os.write(self._log, view) :]
+        except OSError as error:  # a full disk must not end a training run, and must not go unnoticed
+            messages.say(f"warning: the log of rank {self.rank} ends here: {error.strerror}")
+            self._log = None
+
+
+class Piped(Output):
+    """Ranks write into pipes; a thread passes it on. It alone waits for whoever reads this process's output."""
+
+    def __init__(self, showing: Showing, ranks: int, console: Console) -> None:
+        self._console = console
+        self._showing = showing
+        self._several = ranks > 1
+        self._sources: dict[int, list[Source]] = {}
+        self._theirs: dict[int, list[int]] = {}  # the ranks' ends of the pipes
+        self._logs: list[int] = []
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._waker = os.pipe()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._over = False
+        self._tracebacks = Tracebacks(self._show_stderr, lambda text: console.say(f"sherd run: {text}"))
+        self._thread = threading.Thread(target=self._pump, name="sherd-launch-output", daemon=True)
+        self._thread.start()
+
+    def files(self, rank: int) -> dict[str, Any]:
+        log = self._opened_log(rank)
+        theirs, sources = [], []
+        for stream in (STDOUT, STDERR):
+            ours, its = os.pipe()
+            writer = Writer(stream, self._console.prefix(self._showing.label, rank, stream))
+            sources.append(Source(rank, writer, ours, log))
+            theirs.append(its)
+        self._sources[rank], self._theirs[rank] = sources, theirs
+        files: dict[str, Any] = {"stdout": theirs[0], "stderr": theirs[1]}
+        return files | ({"stdin": subprocess.DEVNULL} if self._showing.attended else {})
+
+    def started(self, rank: int) -> None:
+        for descriptor in self._theirs.pop(rank):
+            os.close(descriptor)
+        for source in self._sources[rank]:
+            self._selector.register(source.pipe, selectors.EVENT_READ, source)
+        os.write(self._waker, b".")  # a thread that sleeps in `select` does not see what was added everywhere
+
+    def settle(self, rank: int, killed: bool) -> None:
+        if self._console.lock.acquire(timeout=SETTLE_SECONDS):
+            try:
+                self._drain(rank, killed)
+            finally:
+                self._console.lock.release()
+
+    def settle_all(self) -> None:
+        if self._console.lock.acquire(timeout=SETTLE_SECONDS):
+            try:
+                self._drain_all()
+            finally:
+                self._console.lock.release()
+
+    def interrupted(self) -> None:
+        self._tracebacks.interrupted = True
+
+    def close(self) -> None:
+        """Show what is left. A process that a rank has left behind, and that holds a pipe, is not waited for."""
+        with self._console.lock:
+            self._drain_all()
+        self._over = True
+        os.write(self._waker, b".")
+        self._thread.join()
+        for descriptor in (*self._logs, self._wake, self._waker):
+            os.close(descriptor)
+
+    def _opened_log(self, rank: int) -> int | None:
+        if self._showing.log_dir is None:
+            return None
+        path = Path(self._showing.log_dir) / f"rank{rank:05d}.log"
+        self._logs.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644))
+        return self._logs[-1]
+
+    def _drain_all(self) -> None:
+        for rank in self._sources:
+            self._drain(rank)
+        self._tracebacks.close()
+        self._console.flush()
+
+    def _drain(self, rank: int, killed: bool = False) -> None:
+        for source in self._sources.get(rank, ()):
+            while data := source.read():
+                self._pass_on(source, data)
+            self._finish(source)
+        self._tracebacks.release(rank, killed)
+        self._console.flush()
+
+    def _pump(self) -> None:
+        while not self._over:
+            events = self._selector.select(TICK_SECONDS)
+            with self._console.lock:
+                for key, _ in events:
+                    if key.data is None:
+                        os.read(self._wake, 4096)
+                    else:
+                        self._hear(key.data)
+                self._tick()
+                self._console.flush()
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                os.close(key.data.pipe)
+        self._selector.close()
+
+    def _hear(self, source: Source) -> None:
+        data = source.read()
+        if data:
+            self._pass_on(source, data)
+        if data == b"" or source.writer.stream in self._console.closed:
+            # Nobody reads it any more: the rank learns that as it would without us.
+            self._finish(source)
+            source.ended = True
+            self._selector.unregister(source.pipe)
+            os.close(source.pipe)
+
+    def _pass_on(self, source: Source, data: bytes) -> None:
+        self._put(source, source.pieces.cut(data))
+
+    def _finish(self, source: Source) -> None:
+        if rest := source.pieces.take():
+            self._put(source, [rest])
+
+    def _put(self, source: Source, pieces: list[bytes]) -> None:
+        if source.writer.stream == STDERR and self._several:
+            self._tracebacks.take(source.rank, pieces)
+        else:
+            self._console.put(source.writer, pieces)
+
+    def _show_stderr(self, rank: int, pieces: Any) -> None:
+        self._console.put(self._sources[rank][1].writer, pieces)
+
+    def _tick(self) -> None:
+        self._tracebacks.tick()
+        now = time.monotonic()
+        for sources in list(self._sources.values()):
+            for source in sources:
+                waits = source.pieces.rest and now - source.last > UNFINISHED_SECONDS
+                held = source.writer.stream == STDERR and self._tracebacks.is_holding(source.rank)
+                if waits and not held and self._console.is_terminal(source.writer.stream):
+                    self._finish(source)
+
+
+@contextlib.contextmanager
+def output_of(showing: Showing, ranks: int) -> Iterator[Output]:
+    """The output of so many ranks, and what is drawn from their events, until they have ended."""
+    if ranks == 1 and not (showing.log_dir or showing.live or showing.label or showing.attended):
+        yield Output()
+        return
+    console = Console()
+    output = Piped(showing, ranks, console)
+    with messages.said_by(console.say):
+        try:
+            yield output
+        finally:
+            output.close()

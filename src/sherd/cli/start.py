@@ -1,0 +1,83 @@
+"""From a request to an exit status: signals, the token, the meeting of the machines, output, ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from typing import NoReturn
+
+from sherd.cli.attendance import attend
+from sherd.cli.messages import say
+from sherd.cli.request import Request
+from sherd.machine import check_files, check_loopback
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+def start(request: Request) -> int:
+    """Run the ranks to their end; the exit status."""
+    check_files(request.ranks)
+    if request.machines == 1:
+        check_loopback()
+    with _ended_by_signals():
+        if request.showing.attended:
+            attend()
+        return _launch(request)
+
+
+def _launch(request: Request) -> int:
+    # Late: importing torch takes seconds, and bad input should be answered at once. Quiet: its store has warnings for
+    # what is no concern of the user (a name that is not found), and for what we say ourselves.
+    with _environ("TORCH_CPP_LOG_LEVEL", "ERROR"):
+        from sherd.cli.launcher import run_ranks
+        from sherd.cli.news import Newsroom
+        from sherd.cli.output import output_of
+        from sherd.cli.ranks import Ranks, Stopped, signals_raise
+        from sherd.cli.rendezvous import meet, meet_alone
+        from sherd.cli.token import set_token
+
+    seal = set_token(request.token_file, request.machines)
+    try:
+        with signals_raise(STOPPING):
+            met = meet(request, seal) if request.machines > 1 else meet_alone(request.ranks, seal)
+            with met as meeting, output_of(request.showing, meeting.ranks) as output:
+                check_files(meeting.world_size)
+                return run_ranks(Ranks(request.command, meeting, output), Newsroom(meeting))
+    except Stopped as stop:
+        say(f"stopped by {stop.signal.name}; all ranks have ended")
+        return 128 + stop.signal
+
+
+@contextlib.contextmanager
+def _environ(name: str, value: str) -> Iterator[None]:
+    """Set a variable for a while, unless the user has set it."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Inside, a signal ends this process at once, and with it its ranks, which are tied to it.
+
+    The launcher puts its own handlers in their place while it has ranks. Afterwards the exit status stands.
+    """
+
+    def stop(number: int, frame: object) -> NoReturn:
+        # Not an exception: while torch is imported there are places that swallow one, and the run would go on.
+        os._exit(128 + number)
+
+    for number in STOPPING:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)

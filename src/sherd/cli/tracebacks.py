@@ -1,0 +1,112 @@
+"""One traceback of several ranks that failed in the same way.
+
+A traceback on a rank's stderr is held back until it is complete. If another rank has shown one with the same exception, up
+to numbers of ranks and processes and addresses, it is only counted, and a line says so later.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from sherd.cli.words import ranks_in_words
+
+QUIET_SECONDS = 0.3  # without another line, a traceback is complete
+NOTE_SECONDS = 1.0  # for other ranks to show the same one, before they are counted
+MOST_BYTES = 1 << 16
+
+# torch's own hook writes "[rank1]: " before every line.
+_OWN_PREFIX = re.compile(rb"^\[rank\d+\]:[ ]?")
+_BEGIN = re.compile(rb"(?:\[rank\d+\]:[ ]?)?Traceback \(most recent call last\):")
+_FRAME = re.compile(rb"\s|\[rank\d+\]:\s|$")
+_BETWEEN = (b"During handling of the above exception", b"The above exception was the direct cause")
+_DIFFERS = re.compile(rb"0x[0-9a-f]+|(?i:\b(ranks?|pid|process|port)\W{0,3}\d+(?:(?:, |-| and )\d+)*)|:\d{4,5}\b")
+
+Print = Callable[[int, Sequence[bytes]], None]  # a rank, and lines of its stderr
+
+
+@dataclass
+class Shown:
+    """An exception that one rank has shown."""
+
+    rank: int
+    others: set[int] = field(default_factory=set)
+    when: float = field(default_factory=time.monotonic)
+
+
+class Tracebacks:
+    """Those of all ranks of this machine."""
+
+    def __init__(self, show: Print, say: Callable[[str], None]) -> None:
+        self.interrupted = False  # by ^C: then every rank ends in its own place, and the first says enough
+        self._show = show
+        self._say = say
+        self._held: dict[int, list[bytes]] = {}
+        self._last: dict[int, float] = {}  # when a rank that has something held back wrote last
+        self._shown: dict[bytes, Shown] = {}
+
+    def take(self, rank: int, pieces: Sequence[bytes]) -> None:
+        """Lines of a rank's stderr: shown, or held back."""
+        for piece in pieces:
+            held = self._held.get(rank)
+            if held is None and not _BEGIN.match(piece):
+                self._show(rank, [piece])
+                continue
+            held = self._held.setdefault(rank, [])
+            held.append(piece)
+            self._last[rank] = time.monotonic()
+            if sum(map(len, held)) > MOST_BYTES:
+                self.release(rank)
+
+    def is_holding(self, rank: int) -> bool:
+        return rank in self._held
+
+    def release(self, rank: int, killed: bool = False) -> None:
+        """What is held back of this rank is complete, or all that there will be of it: it was killed meanwhile."""
+        lines = self._held.pop(rank, None)
+        if lines is None:
+            return
+        key = b"interrupted" if self.interrupted else exception_of(lines)
+        if killed:
+            key = next((whole for whole in self._shown if whole.startswith(key)), key)
+        shown = self._shown.get(key)
+        if shown is None or rank == shown.rank or rank in shown.others:  # another one of its own is news
+            self._note(key)
+            self._shown[key] = Shown(rank)
+            self._show(rank, lines)
+        else:
+            shown.others.add(rank)
+            shown.when = time.monotonic()
+
+    def tick(self) -> None:
+        """Now and then: what is complete by its silence."""
+        now = time.monotonic()
+        for rank in [rank for rank in self._held if now - self._last[rank] > QUIET_SECONDS]:
+            self.release(rank)
+        for key in [key for key, shown in self._shown.items() if now - shown.when > NOTE_SECONDS]:
+            self._note(key)
+
+    def close(self) -> None:
+        for rank in list(self._held):
+            self.release(rank)
+        for key in list(self._shown):
+            self._note(key)
+
+    def _note(self, key: bytes) -> None:
+        shown = self._shown.get(key)
+        if shown is not None and shown.others:
+            how = "interrupted as well" if self.interrupted else "the same"
+            self._say(f"{ranks_in_words(shown.others)}: {how}")
+            shown.others = set()
+
+
+def exception_of(lines: Sequence[bytes]) -> bytes:
+    """The type and text of the last exception of a traceback, without what differs from rank to rank."""
+    last = max(index for index, line in enumerate(lines) if _BEGIN.match(line))
+    frames = last + 1
+    while frames < len(lines) and _FRAME.match(lines[frames]):
+        frames += 1
+    text = b"".join(_OWN_PREFIX.sub(b"", line) for line in lines[frames:])
+    return _DIFFERS.sub(b"#", text).strip()

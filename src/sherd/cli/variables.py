@@ -1,0 +1,32 @@
+"""Every variable of the environment that sherd reads. A test keeps this list complete, and docs/running.md with it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+PREFIX = "SHERD_"
+
+VARIABLES = {
+    "SHERD_CHECK": "which checks of the ranks' calls are made, see `sherd.CommOptions`",
+    "SHERD_EVENTS": "a directory: ranks write their events there; `sherd run --events` sets it",
+    "SHERD_HOST": "the name of this host, where ranks of one machine are to count as several hosts",
+    "SHERD_KEEP_FREED_MEMORY": "1: the `sherd` backend of torch.distributed keeps freed memory for the next call",
+    "SHERD_SPIN": "0: ranks that wait sleep at once, because other programs need the cores",
+    "SHERD_STRATEGY": "the strategy of every `distribute` that names none; `sherd run --strategy` sets it",
+    "SHERD_TIMEOUT": "seconds that a rank waits for the others in a call, see `sherd.CommOptions`",
+    "SHERD_TOKEN": "the secret that the ranks of a run share; `sherd run` sets it",
+    "SHERD_TOKEN_FILE": "a file that holds this secret",
+    "SHERD_TRANSPORT": "how ranks exchange data, see `sherd.CommOptions`",
+    "SHERD_WARN_AFTER": "seconds after which a rank that waits says for whom, see `sherd.CommOptions`",
+}
+
+
+def misspelt(environ: Iterable[str]) -> list[str]:
+    """A sentence about each variable that looks like one of sherd's and is none."""
+    return [_about(name) for name in sorted(environ) if name.startswith(PREFIX) and name not in VARIABLES]
+
+
+def _about(name: str) -> str:
+    close = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.6)
+    return f"{name} is not known; " + (f"did you mean {close[0]}?" if close else "docs/running.md lists the variables")

@@ -1,0 +1,245 @@
+"""What is known of a run, put together from the events of its ranks; reports, writers and displays read it from here.
+
+record = load(directory)                         # a run that is over, or as far as it got
+record.steps[-1].loss, record.start["strategy"]
+
+follower, record = Follower(directory), RunRecord("mine")
+for event in follower.poll(): record.feed(event) # again and again, while it runs
+for row in record.new_rows(): ...                # what has become complete since the last call
+
+A directory may hold several runs, one after the other: a job that was restarted appends to the same files. The record
+is of the last one. A rank begins a new run with a `run.start` that comes from another process, after its `run.end` or
+after steps (several `distribute` before the first step are one run); what other ranks still tell of the run before is
+left out.
+
+A step is complete when all ranks have reported it. A rank that has ended, that others reported as lost, or that has
+told of a later step is not waited for. Figures of `sherd.log` belong to the step that follows on the same rank, and those
+after the last step to that one. Events of unknown kinds are ignored.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sherd.errors import ConfigError
+from sherd.observe.events import Event, read
+from sherd.observe.follower import Follower
+from sherd.observe.hosts import Host, hosts_of
+from sherd.observe.messages import MESSAGES, Message, TextSample, text_of
+from sherd.observe.rows import PHASES, LayerFigures, LogEntry, StepRow, StepTable, averaged, merge
+
+__all__ = [
+    "PHASES",
+    "Follower",
+    "Host",
+    "LayerFigures",
+    "Message",
+    "RunRecord",
+    "StepRow",
+    "StepTable",
+    "TextSample",
+    "load",
+]
+
+
+@dataclass
+class _Pending:
+    """A step that some ranks have yet to report."""
+
+    step: int
+    number: int
+    t: float = 0.0
+    reports: dict[int, dict[str, Any]] = field(default_factory=dict)
+    logs: list[LogEntry] = field(default_factory=list)
+
+
+@dataclass
+class _Rank:
+    """What one rank has told so far."""
+
+    pid: object = None
+    started: bool = False
+    gone: bool = False
+    last: int = -1  # number of the last step that it reported, in the order of the run
+    times: dict[int, int] = field(default_factory=dict)  # how often it reported each step: once per optimizer
+    logs: list[LogEntry] = field(default_factory=list)  # since its last step
+
+
+class RunRecord:
+    """What is known of one run so far. `ranks` are those whose events can come, if not all (one machine of several)."""
+
+    def __init__(self, name: str = "", ranks: Iterable[int] | None = None) -> None:
+        self.name = name
+        self._expected = None if ranks is None else frozenset(ranks)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.start: dict[str, Any] | None = None
+        self.starts: dict[int, dict[str, Any]] = {}
+        self.start_time: float | None = None
+        self.end_time: float | None = None
+        self.steps = StepTable()
+        self.samples: list[TextSample] = []
+        self.messages: list[Message] = []
+        self.connection: dict[str, Any] | None = None
+        self.ok: bool | None = None
+        self._ranks: dict[int, _Rank] = defaultdict(_Rank)
+        self._pending: dict[tuple[int, int], _Pending] = {}
+        self._numbered = 0
+        self._times: dict[int, int] = {}  # how often each step is in the table
+        self._taken = 0
+        self._hosts: list[Host] | None = None
+
+    @property
+    def world(self) -> int:
+        """Ranks of the run: as its start says, else as many as have been heard of."""
+        told = self.start or next(iter(self.starts.values()), None) or self.connection
+        return int(told["world"]) if told else max(self._ranks, default=-1) + 1
+
+    @property
+    def hosts(self) -> list[Host]:
+        """The machines of the run. Without a start, all ranks count as on one."""
+        if self._hosts is None:
+            self._hosts = hosts_of(self.starts, self.start or self.connection or {}, self.world)
+        return self._hosts
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks that have told anything."""
+        return sorted(self._ranks)
+
+    @property
+    def ended(self) -> bool:
+        """Whether every rank has ended, or is lost."""
+        waited = self._waited_for()
+        return bool(self._ranks) and all(rank in self._ranks and self._ranks[rank].gone for rank in waited)
+
+    def feed(self, event: Event) -> None:
+        """Take in the next event. Those of one rank come in their order; ranks may lag behind each other."""
+        if event.kind == "run.start":
+            self._on_start(event)
+        rank = self._ranks[event.rank]
+        if self._late_for_run(rank, event):
+            return
+        self.end_time = max(event.t, self.end_time or event.t)
+        if event.kind == "step":
+            self._on_step(rank, event)
+        elif event.kind == "log":
+            figures = {name: value for name, value in event.fields["figures"].items() if value is not None}
+            rank.logs.append(LogEntry(figures, event.fields.get("n") or 1))
+        elif event.kind == "sample":
+            title = event.fields.get("title") or ""
+            self.samples.append(TextSample(event.step, event.t, event.rank, title, event.fields["text"]))
+        elif event.kind == "comm.connect":
+            self.connection = self.connection or event.fields  # groups of ranks may connect later
+            self._hosts = None
+        elif event.kind == "run.end":
+            rank.gone = True
+            self.ok = bool(event.fields["ok"]) and self.ok is not False
+            self._complete()
+        elif event.kind in MESSAGES:
+            self._on_message(event)
+
+    def new_rows(self) -> list[StepRow]:
+        """Steps that have become complete since the last call."""
+        rows = self.steps[self._taken :]
+        self._taken = len(self.steps)
+        return rows
+
+    def finish(self) -> None:
+        """No more events will come: steps that some ranks did not report become rows of those that did."""
+        for pending in self._pending.values():
+            self._append(pending)
+        self._pending.clear()
+        left = [entry for rank in self._ranks.values() for entry in rank.logs]
+        for rank in self._ranks.values():
+            rank.logs = []
+        if self.steps:
+            last = self.steps[-1].figures
+            last.update({name: value for name, value in averaged(left).items() if name not in ("loss", "tokens")})
+
+    def _on_start(self, event: Event) -> None:
+        rank = self._ranks[event.rank]
+        pid = event.fields.get("pid")
+        if rank.started and (rank.pid != pid or rank.gone or rank.last >= 0):
+            self._begin()
+            rank = self._ranks[event.rank]
+        rank.started, rank.pid = True, pid
+        self.starts.setdefault(event.rank, event.fields)
+        if event.rank == 0 and self.start is None:
+            self.start = event.fields
+        self.start_time = min(event.t, self.start_time or event.t)
+        self._hosts = None
+
+    def _late_for_run(self, rank: _Rank, event: Event) -> bool:
+        """Whether this is of the run before: its rank has yet to start in this one."""
+        if rank.started or not self.starts:
+            return False
+        return event.kind not in MESSAGES or event.t < (self.start_time or 0)
+
+    def _on_step(self, rank: _Rank, event: Event) -> None:
+        step = event.step if event.step is not None else len(rank.times)
+        rank.times[step] = rank.times.get(step, 0) + 1
+        pending = self._pending.get((step, rank.times[step]))
+        if pending is None:
+            # Of a step that is complete: this rank was not waited for. Its figures are too late as well.
+            if rank.times[step] <= self._times.get(step, 0):
+                rank.logs = []
+                return
+            pending = self._pending[step, rank.times[step]] = _Pending(step, self._numbered)
+            self._numbered += 1
+        pending.reports[event.rank] = event.fields
+        pending.t = max(pending.t, event.t)
+        pending.logs += rank.logs
+        rank.logs, rank.last = [], max(rank.last, pending.number)
+        self._complete()
+
+    def _on_message(self, event: Event) -> None:
+        self.messages.append(Message(event.kind, event.t, event.rank, event.step, text_of(event)))
+        if event.kind == "comm.lost":
+            for rank in event.fields["ranks"]:
+                self._ranks[rank].gone = True
+            self._complete()
+
+    def _waited_for(self) -> Iterable[int]:
+        return range(self.world) if self._expected is None else self._expected
+
+    def _complete(self) -> None:
+        if not (self.starts or self.connection):
+            return  # nobody knows how many ranks there are
+        while self._pending:
+            key, first = next(iter(self._pending.items()))
+            for number in self._waited_for():
+                rank = self._ranks.get(number)
+                if number not in first.reports and (rank is None or not (rank.gone or rank.last > first.number)):
+                    return
+            del self._pending[key]
+            self._append(first)
+
+    def _append(self, pending: _Pending) -> None:
+        row = merge(pending.step, pending.t, pending.reports, pending.logs, self.world, self.hosts)
+        self.steps.append(row)
+        self._times[row.step] = self._times.get(row.step, 0) + 1
+
+
+def load(path: str | os.PathLike[str]) -> RunRecord:
+    """The run of a directory of events; of several runs the last. A torn last line is left out."""
+    path = Path(path)
+    record = RunRecord(path.resolve().name)
+    try:
+        for event in read(path):
+            record.feed(event)
+    except OSError as error:
+        raise ConfigError(f"cannot read the events of {path}: {error.strerror}") from None
+    if not record.ranks:
+        raise ConfigError(f"no events in {path}: its files are empty; did the run start with SHERD_EVENTS={path}?")
+    # Of a run that goes on, what some ranks have yet to report stays out: its norm would be too small.
+    silent = set(range(record.world)) - set(record.starts)
+    if silent or any(rank.gone for rank in record._ranks.values()):
+        record.finish()
+    return record

@@ -1,0 +1,32 @@
+"""The numbers of a step by name, as files for other programs have them."""
+
+from __future__ import annotations
+
+from sherd.observe.rows import StepRow, sum_by_key
+
+
+def columns(row: StepRow) -> dict[str, float | int | None]:
+    """All numbers of a step in one level; memory and bytes are those of all ranks together. Figures come last.
+
+    A figure that has the name of one of the others is called `log.<name>`.
+    """
+    named: dict[str, float | int | None] = {
+        "step": row.step,
+        "time": row.t,
+        "loss": row.loss,
+        "norm": row.norm,
+        "lr": row.lr[0] if row.lr else None,
+        "samples": row.samples,
+        "tokens": row.tokens,
+        "seconds": row.duration,
+        "samples_per_second": row.samples_per_second,
+        "tokens_per_second": row.tokens_per_second,
+        "skipped": int(row.skipped),
+    }
+    named |= {f"lr.{number}": lr for number, lr in enumerate(row.lr[1:], start=1)}
+    named |= {f"seconds.{phase}": value for phase, value in row.seconds.items()}
+    named |= {f"bytes.{kind}": value for kind, value in row.bytes.items()}
+    named |= {f"memory.{kind}": value for kind, value in sum_by_key(row.memory.values()).items()}
+    if row.host_resident:
+        named["resident"] = sum(row.host_resident.values())
+    return named | {f"log.{name}" if name in named else name: value for name, value in row.figures.items()}
