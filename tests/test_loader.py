@@ -348,12 +348,73 @@ def test_a_world_of_one_leaves_the_loader_alone(capsys):
         assert distributed(c, "ddp")
         model = network()
         sherd.distribute(model, sgd(model), loader, comm=c)
-        assert type(loader) is DataLoader and capsys.readouterr().err == "sherd: global 2 = 1 rank x 2\n"
+        assert isinstance(loader, DataLoader) and capsys.readouterr().err == "sherd: global 2 = 1 rank x 2\n"
         with pytest.raises(ConfigError, match="distributed already"):
             sharded(loader, c)
-        assert type(sharded(DataLoader(Stream(5), 2), c)) is DataLoader
+        assert type(copy.deepcopy(loader)) is DataLoader
         large = sharded(DataLoader(Numbers(5), 2), c, accumulate=2, global_batch=8)
         assert large.batch_size == 4 and [len(batch) for batch in large] == [4, 1]
+
+
+def as_batches(rows):
+    """A batch that says nothing of how many samples are in it."""
+    return {"rows": [int(row) for row in rows]}
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        ({"batch_size": 2, "shuffle": True}, [2, 2, 1]),
+        ({"batch_size": 2, "collate_fn": as_batches}, [2, 2, 1]),
+        ({"batch_size": 2, "shuffle": True, "num_workers": 2, "persistent_workers": True}, [2, 2, 1]),
+        ({"batch_size": 2, "num_workers": 2, "in_order": False, "drop_last": True}, [2, 2]),
+        ({"batch_size": None, "sampler": AtOnce(5)}, [1] * 5),
+        ({"batch_sampler": [[0], [1, 2, 3]]}, [1, 3]),
+    ],
+)
+def test_a_world_of_one_counts_batches_and_changes_none(options, counts):
+    found = []
+    for led in (False, True):
+        torch.manual_seed(3)
+        loader = DataLoader(Numbers(5), **options)
+        with comm.connect(CommOptions()) as c:
+            if led:
+                sharded(loader, c)
+            for _ in range(2):
+                epoch = []
+                for batch in loader:
+                    epoch.append(repr(batch))
+                    if led:
+                        assert share.yielded().batch.counted == counts[len(epoch) - 1]
+                if led:
+                    assert len(loader) == len(counts) and share.yielded().epoch == (sum(counts), sum(counts))
+                in_order = loader.in_order or not loader.num_workers
+                found.append(
+                    (epoch if in_order else sorted(epoch), torch.initial_seed(), torch.get_rng_state().tolist())
+                )
+    assert found[:2] == found[2:]
+
+
+def test_a_stream_in_a_world_of_one_is_counted_by_rows():
+    with comm.connect(CommOptions()) as c:
+        loader = sharded(DataLoader(Stream(5), 2), c)
+        assert [(len(batch), share.yielded().batch.counted) for batch in loader] == [(2, 2), (2, 2), (1, 1)]
+
+
+def counts_of_uneven_ends():
+    with connected() as c:
+        found = []
+        for count in (5, 6, 7, 8):
+            loader = sharded(DataLoader(Numbers(count), 2), c)
+            found.append([share.yielded().batch for _ in loader])
+            assert share.yielded().epoch == tuple(map(sum, zip(*found[-1], strict=True)))
+        return found
+
+
+def test_repeated_samples_are_not_counted(ranks):
+    by_rank = ranks(3).run(counts_of_uneven_ends)
+    assert [sum(batch.counted for rank in by_rank for batch in rank[index]) for index in range(4)] == [5, 6, 7, 8]
+    assert by_rank[1][2] == [(2, 2), (1, 0)]  # the seventh sample is rank 0's; the others load it too
 
 
 def refusals():

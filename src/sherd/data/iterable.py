@@ -40,7 +40,7 @@ class _Splitting:
         self._drop_last = drop_last
         self._ended = False
 
-    def take(self, draw: Callable[[], Any]) -> tuple[Any, float]:
+    def take(self, draw: Callable[[], Any]) -> tuple[Any, float, int]:
         batches: list[Any] = []
         while len(batches) < self._comm.world and not self._ended:
             try:
@@ -49,7 +49,8 @@ class _Splitting:
                 self._ended = True
         if not batches or (self._drop_last and self._ended):
             raise StopIteration
-        return deal_whole(batches, [rows(batch) for batch in batches], self._comm.world, self._comm.rank)
+        batch, share = deal_whole(batches, [rows(batch) for batch in batches], self._comm.world, self._comm.rank)
+        return batch, share, rows(batch)
 
 
 class Agreeing(Way):
@@ -75,11 +76,12 @@ class _Agreeing:
         self._last: Any = None
         self._taken = 0
 
-    def take(self, draw: Callable[[], Any]) -> tuple[Any, float]:
+    def take(self, draw: Callable[[], Any]) -> tuple[Any, float, int]:
         if self._even is None:
             self._even = self._compare()
         if self._even:
-            return draw(), 1.0
+            batch = draw()
+            return batch, 1.0, rows(batch)
         if self._over:
             raise StopIteration
         return self._agree(draw)
@@ -93,7 +95,7 @@ class _Agreeing:
             everybody = self._comm.all_gather(lengths).wait().view(self._comm.world, -1)
         return bool((everybody == everybody[0]).all() and (everybody >= 0).all())
 
-    def _agree(self, draw: Callable[[], Any]) -> tuple[Any, float]:
+    def _agree(self, draw: Callable[[], Any]) -> tuple[Any, float, int]:
         try:
             batch = draw() if not self._ended else self._last
         except StopIteration:
@@ -114,7 +116,7 @@ class _Agreeing:
                 f"rank {self._comm.rank}: ranks {empty} have no batch at all in this epoch where others have, so they "
                 f"have nothing to train on beside them; give every rank at least one batch"
             )
-        return batch, share_of(counts, self._comm.rank)
+        return batch, share_of(counts, self._comm.rank), rows(batch)
 
 
 def rows(batch: Any) -> int:

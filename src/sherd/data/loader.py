@@ -1,16 +1,13 @@
 """The user's loader object, led along a way of sharding.
 
 Its class is exchanged for a subclass of its own class with the same name, and so is that of each iterator it makes.
-What loads, collates, pins and prefetches stays torch's own: it reads other indices, and a batch comes with its share.
-
-In a world of one there is no way to be led along, and the loader is left alone; while events are on, its waits are
-timed and its samples counted, by a subclass that does nothing else.
+What loads, collates, pins and prefetches stays torch's own: it reads other indices, and a batch comes with its share
+and its number of samples.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +15,6 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from sherd.data import share
-from sherd.data.iterable import rows
 from sherd.data.way import Turn, Way
 from sherd.observe import monitor
 
@@ -28,8 +24,19 @@ _SEEDING = "_sherd_seeding"
 _TURN = "_sherd_turn"
 
 
-class Led(DataLoader[Any]):
-    """What every loader of ours has instead of its own."""
+class Counted(DataLoader[Any]):
+    """The methods that a loader has instead of its own where its batches are to be counted."""
+
+    @property
+    def _index_sampler(self) -> Any:
+        return way_of(self).indices(super()._index_sampler, self.num_workers * (self.prefetch_factor or 0))
+
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        iterator = super()._get_iterator()
+        kind: Any = type(iterator)
+        iterator.__class__ = _subclass(CountedIterator, kind)
+        _begin(iterator, self)
+        return iterator
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is a plain loader of the user's class."""
@@ -41,24 +48,15 @@ class Led(DataLoader[Any]):
         return _plain, (type(self).__bases__[1], *arguments), state, *rest
 
 
-class Sharded(Led):
-    """The methods that a sharded loader has instead of its own."""
-
-    @property
-    def _index_sampler(self) -> Any:
-        indices = way_of(self).indices(self.num_workers * (self.prefetch_factor or 0))
-        return super()._index_sampler if indices is None else indices
+class Sharded(Counted):
+    """The same where they are to be sharded too."""
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         vars(self)[_SEEDING] = True
         try:
-            iterator = super()._get_iterator()
+            return super()._get_iterator()
         finally:
             del vars(self)[_SEEDING]
-        kind: Any = type(iterator)
-        iterator.__class__ = _subclass(ShardedIterator, kind)
-        _begin(iterator, self)
-        return iterator
 
     @property
     def generator(self) -> Any:
@@ -77,21 +75,31 @@ class Sharded(Led):
         return way_of(self).length(super().__len__())
 
 
-class ShardedIterator(_BaseDataLoaderIter):
-    """The methods that a sharded loader's iterator has instead of its own."""
+class CountedIterator(_BaseDataLoaderIter):
+    """The methods that such a loader's iterator has instead of its own."""
 
     def __next__(self) -> Any:
-        return _timed(self, self._take)
+        run, counted = monitor.current, None
+        if run is None:
+            return self._take()[0]
+        trains = vars(self)[_TRAINS]
+        run.begin_batch(trains)
+        try:
+            batch, counted = self._take()
+        finally:
+            run.end_batch(trains, counted)
+        return batch
 
-    def _take(self) -> tuple[Any, float]:
+    def _take(self) -> tuple[Any, int]:
+        """The next batch, and how many of its samples count: none if they are only repeated."""
         turn: Turn = vars(self)[_TURN]
         try:
-            batch, counts = turn.take(super().__next__)
+            batch, counts, samples = turn.take(super().__next__)
         except BaseException:
             share.done(self)
             raise
-        share.use(counts, by=self)
-        return batch, counts
+        share.use(counts, by=self, samples=samples)
+        return batch, samples if counts else 0
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Persistent workers begin another epoch."""
@@ -100,69 +108,32 @@ class ShardedIterator(_BaseDataLoaderIter):
         _begin(self, loader)
 
 
-class Timed(Led):
-    """A loader that only says what it does."""
+def adopt(loader: DataLoader[Any], way: Way, trains: bool, alone: bool) -> None:
+    """Lead `loader` along `way`; `trains` says whether its batches are those of the steps.
 
-    def _get_iterator(self) -> _BaseDataLoaderIter:
-        iterator = super()._get_iterator()
-        kind: Any = type(iterator)
-        iterator.__class__ = _subclass(TimedIterator, kind)
-        vars(iterator)[_TRAINS] = vars(self)[_TRAINS]
-        return iterator
-
-
-class TimedIterator(_BaseDataLoaderIter):
-    """Its iterator."""
-
-    def __next__(self) -> Any:
-        return _timed(self, self._take)
-
-    def _take(self) -> tuple[Any, float]:
-        return super().__next__(), 1.0
-
-
-def adopt(loader: DataLoader[Any], way: Way, trains: bool) -> None:
-    """Shard `loader`; `trains` says whether its batches are those of the steps."""
+    `alone`, in a world of one, nothing is sharded, and workers keep their seeds.
+    """
     vars(loader)[_WAY] = way
-    _exchange(loader, Sharded, trains)
-
-
-def time(loader: DataLoader[Any], trains: bool) -> None:
-    """Have a loader that is left as it is tell what it does."""
-    _exchange(loader, Timed, trains)
-
-
-def _exchange(loader: DataLoader[Any], methods: Any, trains: bool) -> None:
     vars(loader)[_TRAINS] = trains
     loader._iterator = None  # persistent workers of a plain epoch read the plain order
     kind: Any = type(loader)
-    loader.__class__ = _subclass(methods, kind)
+    loader.__class__ = _subclass(Counted if alone else Sharded, kind)
 
 
 def way_of(loader: Any) -> Way:
-    """How a sharded loader is."""
+    """How a loader is led."""
     way: Way = vars(loader)[_WAY]
     return way
+
+
+def trains(loader: Any) -> bool:
+    """Whether it is a loader whose batches are those of the steps."""
+    return bool(getattr(loader, "__dict__", {}).get(_TRAINS))
 
 
 def _begin(iterator: _BaseDataLoaderIter, loader: Any) -> None:
     vars(iterator)[_TURN] = way_of(loader).turn(iterator._sampler_iter)
     vars(iterator)[_TRAINS] = vars(loader)[_TRAINS]
-
-
-def _timed(iterator: Any, take: Callable[[], tuple[Any, float]]) -> Any:
-    """What `take` gives, which is a batch and its share; whoever records the run hears of it."""
-    run = monitor.current
-    if run is None:
-        return take()[0]
-    trains, samples = vars(iterator)[_TRAINS], None
-    run.begin_batch(trains)
-    try:
-        batch, counts = take()
-        samples = rows(batch) if counts else 0  # or it is repeated for nothing
-    finally:
-        run.end_batch(trains, samples)
-    return batch
 
 
 def _plain(kind: Any, *arguments: Any) -> Any:

@@ -19,7 +19,7 @@ from sherd.data.order import FromLeader, Known, Order
 from sherd.data.way import Turn, Way
 from sherd.errors import ConfigError
 
-Hand = tuple[Any, float]  # what torch loads as one batch, and its share
+Hand = tuple[Any, float, int]  # what torch loads as one batch, its share and its samples
 
 
 class Dealing(Way):
@@ -29,7 +29,7 @@ class Dealing(Way):
         super().__init__(comm)
         self._indices = indices
 
-    def indices(self, ahead: int) -> Iterable[Any] | None:
+    def indices(self, own: Iterable[Any], ahead: int) -> Iterable[Any]:
         self._indices.ahead = ahead
         return self._indices
 
@@ -45,31 +45,31 @@ class Dealing(Way):
 class Hands:
     """The hands that this rank is dealt in an epoch.
 
-    torch draws ahead of what it yields, so shares are kept until their batches are.
+    torch draws ahead of what it yields, so what batches count is kept until they are.
     """
 
     def __init__(self, order: Order, hands: Iterator[Hand]) -> None:
         self._order = order
         self._hands = hands
-        self._shares: deque[float] = deque()
+        self._counts: deque[tuple[float, int]] = deque()
         self._taken = 0
 
     def __iter__(self) -> Hands:
         return self
 
     def __next__(self) -> Any:
-        indices, share = next(self._hands)
-        self._shares.append(share)
+        indices, share, samples = next(self._hands)
+        self._counts.append((share, samples))
         return indices
 
-    def take(self, draw: Callable[[], Any]) -> tuple[Any, float]:
+    def take(self, draw: Callable[[], Any]) -> tuple[Any, float, int]:
         self._order.before(self._taken)
         self._taken += 1
         try:
-            return draw(), self._shares[0]
+            return draw(), *self._counts[0]
         finally:
-            if self._shares:  # also for a batch that failed to load: a loop may go on with the next one
-                self._shares.popleft()
+            if self._counts:  # also for a batch that failed to load: a loop may go on with the next one
+                self._counts.popleft()
 
 
 class Samples:
@@ -101,7 +101,7 @@ class Samples:
     def _deal(self, order: Order) -> Iterator[Hand]:
         for group in groups(order, self._size, self._drop_last):
             indices, share = deal(group, self._comm.world, self._comm.rank)
-            yield (indices if self._batch else indices[0]), share
+            yield (indices if self._batch else indices[0]), share, len(indices)
 
 
 class Batches:
@@ -123,8 +123,14 @@ class Batches:
     def _deal(self, order: Order) -> Iterator[Hand]:
         for piece, start, stop in groups(order, self._comm.world, drop_last=False):
             batches = piece[start:stop]
-            rows = [len(batch) if isinstance(batch, Sized) else 1 for batch in batches]
-            yield deal_whole(batches, rows, self._comm.world, self._comm.rank)
+            rows = [samples_of(batch) for batch in batches]
+            batch, share = deal_whole(batches, rows, self._comm.world, self._comm.rank)
+            yield batch, share, samples_of(batch)
+
+
+def samples_of(indices: Any) -> int:
+    """How many samples torch loads for what a sampler gave."""
+    return len(indices) if isinstance(indices, Sized) else 1
 
 
 def _late(items: Iterable[Any]) -> Iterator[Any]:

@@ -15,11 +15,11 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, IterDataPipe, Subset
 
-from sherd import observe
 from sherd.comm import Communicator
 from sherd.config import LoaderOptions
+from sherd.data.alone import Alone
 from sherd.data.iterable import Agreeing, Splitting
-from sherd.data.loader import adopt, time
+from sherd.data.loader import adopt
 from sherd.data.restore import as_it_is
 from sherd.data.samplers import Batches, Dealing, Samples
 from sherd.data.way import Way, length
@@ -30,12 +30,12 @@ _known: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a loader is to be sharded. A world of one leaves it as it is, but for the batch size."""
+    """How a loader is to be sharded. In a world of one its batches are counted, and it keeps its order and seeds."""
 
     loader: DataLoader[Any]
     batch: int | None
     """samples per rank and iteration; None where sherd has no say in it"""
-    way: Way | None
+    way: Way
     common: dict[str, Any]
     """what must be the same on all ranks"""
     sampler: tuple[str, int, int] | None
@@ -51,10 +51,7 @@ class Sharding:
         batches: Any = self.loader.batch_sampler
         if self.batch is not None and self.batch != batches.batch_size:
             _set_batch_size(self.loader, self.batch)
-        if self.way is not None:
-            adopt(self.loader, self.way, trains)
-        elif observe.recording():
-            time(self.loader, trains)
+        adopt(self.loader, self.way, trains, alone=isinstance(self.way, Alone))
         _known.add(self.loader)
 
 
@@ -63,7 +60,8 @@ def plan(loader: DataLoader[Any], comm: Communicator, options: LoaderOptions, ac
     _check(loader)
     batch = _batch_size(loader, comm.world, options.global_batch, accumulate)
     if comm.world == 1:
-        return Sharding(loader, batch, None, {}, None)
+        by_index = not isinstance(loader.dataset, IterableDataset) and (loader.in_order or not loader.num_workers)
+        return Sharding(loader, batch, Alone(comm, by_index), {}, None)
     if isinstance(loader.dataset, IterableDataset):
         return _iterable(loader, comm, options.iterable, batch)
     batches: Any = loader.batch_sampler

@@ -13,8 +13,9 @@ from sherd.comm import Communicator
 class Turn(Protocol):
     """One epoch of one loader."""
 
-    def take(self, draw: Callable[[], Any]) -> tuple[Any, float]:
-        """The next batch and its share; `draw` gives what torch's own iterator yields. StopIteration at the end."""
+    def take(self, draw: Callable[[], Any]) -> tuple[Any, float, int]:
+        """The next batch, its share and how many samples were loaded for it; `draw` gives what torch's own iterator
+        yields. StopIteration at the end."""
 
 
 class Way(ABC):
@@ -23,12 +24,12 @@ class Way(ABC):
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
 
-    def indices(self, ahead: int) -> Iterable[Any] | None:
-        """What torch's iterator draws indices from instead of the user's sampler, or None.
+    def indices(self, own: Iterable[Any], ahead: int) -> Iterable[Any]:
+        """What torch's iterator draws indices from instead of the user's `own` sampler.
 
         It draws those of `ahead` batches before it is asked for the first.
         """
-        return None
+        return own
 
     @abstractmethod
     def turn(self, sampling: Any) -> Turn:
