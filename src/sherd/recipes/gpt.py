@@ -1,8 +1,8 @@
 """A small byte-level GPT that learns to write the text it reads: by default Python's own standard library.
 
-    sherd train gpt                       # as many ranks as cores, a live display, a report
-    python gpt.py                         # a copy of this file, on one process
-    sherd run -n 4 gpt.py --steps 500     # the same copy on four ranks
+sherd train gpt                       # as many ranks as cores, a live display, a report
+python gpt.py                         # a copy of this file, on one process
+sherd run -n 4 gpt.py --steps 500     # the same copy on four ranks
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import sherd
 
 BYTES = 256  # the vocabulary
 HEAD = 32  # elements of an attention head
-HELD_OUT = 256 << 10  # bytes at most
+HELD_OUT = 1024  # sequences at most
 WARM_UP = 50  # steps
 
 
@@ -34,7 +34,10 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        for last in (self.out, self.down):  # a block begins as the identity: deeper models start as well as shallow ones
+        for last in (
+            self.out,
+            self.down,
+        ):  # a block begins as the identity: deeper models start as well as shallow ones
             nn.init.zeros_(last.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,17 +70,19 @@ class Gpt(nn.Module):
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Pieces of a text, each with the same piece one byte later."""
+    """Pieces of a text, at equal distances if there are more than `most`; each with the same piece one byte later."""
 
-    def __init__(self, text: bytes, length: int) -> None:
-        self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    def __init__(self, text: bytes, length: int, most: int = sys.maxsize) -> None:
+        self.text = torch.frombuffer(bytearray(text or b"\n"), dtype=torch.uint8)
         self.length = length
+        self.count = min((len(self.text) - 1) // length, most)
 
     def __len__(self) -> int:
-        return max(0, len(self.text) - 1) // self.length
+        return self.count
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        piece = self.text[index * self.length : (index + 1) * self.length + 1].long()
+        start = index * ((len(self.text) - 1) // self.count)
+        piece = self.text[start : start + self.length + 1].long()
         return piece[:-1], piece[1:]
 
 
@@ -95,9 +100,9 @@ def read(corpus: Path | None) -> tuple[bytes, bytes]:
     except OSError as error:
         raise sherd.ConfigError(f"--corpus {where}: {error.filename} cannot be read ({error.strerror})") from None
     if len(texts) >= 10:
-        return b"".join(text for index, text in enumerate(texts) if index % 10), b"".join(texts[::10])[:HELD_OUT]
+        return b"".join(text for index, text in enumerate(texts) if index % 10), b"".join(texts[::10])
     text = b"".join(texts)
-    end = max(len(text) * 9 // 10, len(text) - HELD_OUT)
+    end = len(text) * 9 // 10
     return text[:end], text[end:]
 
 
@@ -115,12 +120,13 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, loader: DataLoader[Any]) -> float:
-    return sherd.mean(torch.cat([loss_of(model, x, y) for x, y in loader]))
+    """The mean over all sequences: each counts once, however they are dealt to the ranks."""
+    return sherd.gather(torch.cat([loss_of(model, x, y) for x, y in loader])).mean().item()  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
 def continued(model: nn.Module, prompt: str, count: int, length: int, temperature: float = 0.7) -> str:
-    """What the model writes after a prompt. All ranks write it: zero3 on several hosts gathers what it uses from all."""
+    """What the model writes after a prompt. On all ranks: under zero3 several hosts gather what they use together."""
     chance = torch.Generator().manual_seed(0)
     text = list(prompt.encode())
     for _ in range(count):
@@ -158,7 +164,8 @@ def check(arguments: argparse.Namespace, world: int) -> tuple[Windows, Windows]:
         raise sherd.ConfigError(f"--width {arguments.width}: expected a multiple of {HEAD}, such as {4 * HEAD}")
     if not arguments.prompt:
         raise sherd.ConfigError("--prompt is empty: write at least one character")
-    learned, held_out = (Windows(text, arguments.length) for text in read(arguments.corpus))
+    text, other = read(arguments.corpus)
+    learned, held_out = Windows(text, arguments.length), Windows(other, arguments.length, HELD_OUT)
     batch = arguments.batch * world
     if len(learned) < batch or not len(held_out):
         raise sherd.ConfigError(
@@ -191,7 +198,9 @@ def train(arguments: argparse.Namespace) -> None:
         model, optimizer, loader, judges, strategy=arguments.strategy, clip_norm=1.0
     )
     sherd.print(sherd.describe(model))
-    sherd.print(f"{len(learned.text):,} bytes to learn from; a table of their pairs would reach {entropy:.3f} nats per byte")
+    sherd.print(
+        f"{len(learned.text):,} bytes to learn from; a table of their pairs would reach {entropy:.3f} nats per byte"
+    )
 
     for step, (x, y) in zip(range(1, arguments.steps + 1), forever(loader), strict=False):
         loss = loss_of(model, x, y).mean()
