@@ -141,7 +141,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = options.add_argument
     add("--strategy", default="zero3", help="ddp, zero1, zero2 or zero3 (default: %(default)s)")
-    add("--steps", type=int, default=2000, help="updates of the model (default: %(default)s)")
+    add("--steps", type=int, default=1600, help="updates of the model (default: %(default)s)")
     add("--corpus", type=Path, metavar="FILE|DIR", help="text to learn from (default: Python's standard library)")
     add("--batch", type=int, default=8, help="sequences per rank and step (default: %(default)s)")
     add("--length", type=int, default=64, help="bytes of a sequence (default: %(default)s)")
@@ -149,7 +149,7 @@ def parser() -> argparse.ArgumentParser:
     add("--layers", type=int, default=4, help="blocks of the model (default: %(default)s)")
     add("--lr", type=float, default=4e-3, help="the highest learning rate (default: %(default)s)")
     add("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
-    add("--every", type=int, default=250, help="steps between held-out losses (default: %(default)s)")
+    add("--every", type=int, default=200, help="steps between held-out losses (default: %(default)s)")
     add("--prompt", default="def ", help="how the text at the end begins (default: %(default)r)")
     add("--write", type=int, default=400, metavar="BYTES", help="length of that text (default: %(default)s)")
     return options
