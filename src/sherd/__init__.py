@@ -22,7 +22,8 @@ from sherd.registration import register as _register
 
 if TYPE_CHECKING:
     from sherd import comm, observe
-    from sherd.api import clip_grad_norm_, describe, distribute, full_grad, full_parameters, log, no_sync, weigh
+    from sherd.api import clip_grad_norm_, describe, distribute, full_grad, full_parameters, no_sync, weigh
+    from sherd.api.log import log
     from sherd.ranks import launch
     from sherd.strategies import DDP, Strategy, ZeRO
 

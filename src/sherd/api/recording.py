@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -73,7 +73,8 @@ def _beginning(plan: Plan, comm: Communicator) -> dict[str, Any]:
 
 def _chosen(options: Options) -> dict[str, Any]:
     """The options that are not as they would be by themselves."""
-    found = {field.name: (getattr(options, field.name), field.default) for field in dataclasses.fields(options)}
+    fields = dataclasses.fields(cast(Any, options))
+    found = {field.name: (getattr(options, field.name), field.default) for field in fields}
     plain = (str, int, float, bool, type(None))
     return {
         name: value if isinstance(value, plain) else str(value)

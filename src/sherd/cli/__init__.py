@@ -16,6 +16,7 @@ import typer
 
 from sherd.cli.doctor import doctor
 from sherd.cli.options import normalised
+from sherd.cli.report import report
 from sherd.cli.run import run
 from sherd.cli.train import train
 from sherd.errors import SherdError
@@ -30,6 +31,7 @@ app.command(context_settings={"allow_interspersed_args": False, "token_normalize
 app.command()(doctor)
 # As with run; an option in the place of the recipe is answered by the command itself.
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(train)
+app.command()(report)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,7 +1,7 @@
 """What this process sees of its run while events are on: phases, batches, losses. `current` is None while they are off.
 
-The loader, the backward, the optimizer's step and the user's `sherd.log` tell it; whoever emits a `step` event reads it.
-All figures only grow, and a reader keeps what it saw last: so several optimizers can each have steps of their own.
+The loader, the backward, the optimizer's step and the user's `sherd.log` tell it; whoever emits a `step` event reads
+it. All figures only grow, and a reader keeps what it saw last: so several optimizers can each have steps of their own.
 
     (loader)  data -> forward;  backward() -> rest;  step(): update -> rest
     without a training loader the time after a step is forward, as nobody can tell where data ends

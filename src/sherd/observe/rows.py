@@ -1,7 +1,7 @@
 """Steps of a run as a reader shows them: what every rank reported of one step, merged into one row. Pure arithmetic.
 
 Losses are averaged over ranks by samples, and figures by their own weights. Norms come as shares that are added up
-before the root is taken. A host's memory is the sum over its ranks by kind, as each rank accounts for what it allocated.
+before the root is taken. A host's memory is the sum over its ranks by kind: each accounts for what it allocated.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ class LayerFigures:
 
 @dataclass(frozen=True, eq=False)
 class StepRow:
-    """One step of all ranks. What no rank told is None or empty."""
+    """One step of all ranks. What no rank told is None or empty. Figures that are logged after it are added later."""
 
     step: int
     t: float  # unix seconds at which the last rank finished it
     ranks: tuple[int, ...]  # those that reported it: all, unless some had ended or died
-    loss: float | None
+    told_loss: float | None
+    root: float | None  # mean of the roots of its backwards
     norm: float | None
-    lr: tuple[float, ...]
+    lr: tuple[float | None, ...]
     samples: int | None
     tokens: int | None
     seconds: dict[str, float]  # mean over ranks, by phase
@@ -48,6 +49,12 @@ class StepRow:
     skipped: bool
     figures: dict[str, float] = field(default_factory=dict)
     layers: dict[str, LayerFigures] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float | None:
+        """The loss that was told before the step, or after it; else that of the roots of its backwards."""
+        told = self.told_loss if self.told_loss is not None else self.figures.get("loss")
+        return self.root if told is None else told
 
     @property
     def duration(self) -> float | None:
@@ -112,8 +119,8 @@ class StepTable(Sequence[StepRow]):
 
     @property
     def figure_names(self) -> list[str]:
-        """The names that `sherd.log` was given, in the order of their first use."""
-        return list(dict.fromkeys(name for row in self._rows for name in row.figures))
+        """The names that `sherd.log` was given, in the order of their first use, without the loss."""
+        return list(dict.fromkeys(name for row in self._rows for name in row.figures if name != "loss"))
 
 
 @dataclass(frozen=True)
@@ -128,28 +135,24 @@ def merge(
     step: int,
     t: float,
     reports: Mapping[int, Mapping[str, Any]],
-    logs: Iterable[LogEntry],
+    figures: dict[str, float],
     world: int,
     hosts: Sequence[Host],
 ) -> StepRow:
-    """One row out of the `step` events of ranks (by rank) and the figures logged before them."""
+    """One row out of the `step` events of ranks, by rank. `figures` are those of all ranks."""
     ranks = sorted(reports)
     each = {rank: reports[rank] for rank in ranks}
     memory = {rank: dict(fields["memory"]) for rank, fields in each.items() if fields.get("memory")}
     resident = {rank: dict(fields["resident"]) for rank, fields in each.items() if fields.get("resident")}
     seconds = {rank: dict(fields["seconds"]) for rank, fields in each.items() if fields.get("seconds")}
     sent = {rank: dict(fields["bytes"]) for rank, fields in each.items() if fields.get("bytes")}
-    loss = merged_loss(list(each.values()))
-    figures = averaged(logs)
-    # What is a column of its own already; and a mean of tokens over calls would be a strange figure.
-    for name in ("loss", "tokens") if loss is not None else ("tokens",):
-        figures.pop(name, None)
     whole = len(ranks) >= world
     return StepRow(
         step=step,
         t=t,
         ranks=tuple(ranks),
-        loss=loss,
+        told_loss=_mean_over_ranks("loss", list(each.values())),
+        root=_mean_over_ranks("root", list(each.values())),
         norm=_root_of_sum([fields.get("norm_squared") for fields in each.values()]) if whole else None,
         lr=next((tuple(fields["lr"]) for fields in each.values() if fields.get("lr")), ()),
         samples=_total(fields.get("samples") for fields in each.values()),
@@ -168,15 +171,6 @@ def merge(
     )
 
 
-def merged_loss(reports: Sequence[Mapping[str, Any]]) -> float | None:
-    """The loss by samples over the ranks that told one; where none did, that of the roots of their backwards."""
-    for name in ("loss", "root"):
-        told = [(each[name], each.get("samples")) for each in reports if each.get(name) is not None]
-        if told:
-            return weighted_mean([value for value, _ in told], [weight for _, weight in told])
-    return None
-
-
 def weighted_mean(values: Sequence[float], weights: Sequence[float | None]) -> float:
     """The mean by weights. Where one of them is unknown, or all are zero, every value weighs the same."""
     known = [weight for weight in weights if weight is not None]
@@ -189,10 +183,12 @@ def weighted_mean(values: Sequence[float], weights: Sequence[float | None]) -> f
 
 
 def averaged(logs: Iterable[LogEntry]) -> dict[str, float]:
-    """Every figure's mean over calls and ranks, by their weights."""
+    """Every figure's mean over calls and ranks, by their weights. Tokens are left out: they add up, and `step` has them."""
     found: dict[str, tuple[list[float], list[float | None]]] = {}
     for entry in logs:
         for name, value in entry.figures.items():
+            if name == "tokens":
+                continue
             values, weights = found.setdefault(name, ([], []))
             values.append(value)
             weights.append(entry.n)
@@ -206,6 +202,12 @@ def sum_by_key(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
         for name, value in part.items():
             total[name] = total.get(name, 0) + value
     return total
+
+
+def _mean_over_ranks(name: str, reports: Sequence[Mapping[str, Any]]) -> float | None:
+    """By samples, over the ranks that told it."""
+    told = [(each[name], each.get("samples")) for each in reports if each.get(name) is not None]
+    return weighted_mean([value for value, _ in told], [weight for _, weight in told]) if told else None
 
 
 def _mean_by_key(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:

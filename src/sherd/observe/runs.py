@@ -13,8 +13,9 @@ after steps (several `distribute` before the first step are one run); what other
 left out.
 
 A step is complete when all ranks have reported it. A rank that has ended, that others reported as lost, or that has
-told of a later step is not waited for. Figures of `sherd.log` belong to the step that follows on the same rank, and those
-after the last step to that one. Events of unknown kinds are ignored.
+told of a later step is not waited for. Figures of `sherd.log` belong to the step that their event names; those logged
+after it, such as held-out figures, are added to its row, before the next row becomes complete. Where several optimizers
+take steps, the table has those of the first. Events of unknown kinds are ignored.
 """
 
 from __future__ import annotations
@@ -55,7 +56,6 @@ class _Pending:
     number: int
     t: float = 0.0
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
-    logs: list[LogEntry] = field(default_factory=list)
 
 
 @dataclass
@@ -66,8 +66,7 @@ class _Rank:
     started: bool = False
     gone: bool = False
     last: int = -1  # number of the last step that it reported, in the order of the run
-    times: dict[int, int] = field(default_factory=dict)  # how often it reported each step: once per optimizer
-    logs: list[LogEntry] = field(default_factory=list)  # since its last step
+    steps: int = 0
 
 
 class RunRecord:
@@ -89,9 +88,12 @@ class RunRecord:
         self.connection: dict[str, Any] | None = None
         self.ok: bool | None = None
         self._ranks: dict[int, _Rank] = defaultdict(_Rank)
-        self._pending: dict[tuple[int, int], _Pending] = {}
+        self._optimizer: int | None = None
+        self._pending: dict[int, _Pending] = {}  # by step
         self._numbered = 0
-        self._times: dict[int, int] = {}  # how often each step is in the table
+        self._rows: dict[int, StepRow] = {}  # by step
+        self._logs: dict[int, list[LogEntry]] = {}  # by step; of those to come and of the newest row
+        self._length: int | None = None
         self._taken = 0
         self._hosts: list[Host] | None = None
 
@@ -114,6 +116,11 @@ class RunRecord:
         return sorted(self._ranks)
 
     @property
+    def total_steps(self) -> int | None:
+        """How many steps the run will take, if it said so."""
+        return self._length or (self.start or {}).get("total_steps")
+
+    @property
     def ended(self) -> bool:
         """Whether every rank has ended, or is lost."""
         waited = self._waited_for()
@@ -130,14 +137,15 @@ class RunRecord:
         if event.kind == "step":
             self._on_step(rank, event)
         elif event.kind == "log":
-            figures = {name: value for name, value in event.fields["figures"].items() if value is not None}
-            rank.logs.append(LogEntry(figures, event.fields.get("n") or 1))
+            self._on_log(rank, event)
         elif event.kind == "sample":
             title = event.fields.get("title") or ""
             self.samples.append(TextSample(event.step, event.t, event.rank, title, event.fields["text"]))
         elif event.kind == "comm.connect":
             self.connection = self.connection or event.fields  # groups of ranks may connect later
             self._hosts = None
+        elif event.kind == "run.length":
+            self._length = event.fields["steps"]
         elif event.kind == "run.end":
             rank.gone = True
             self.ok = bool(event.fields["ok"]) and self.ok is not False
@@ -156,12 +164,10 @@ class RunRecord:
         for pending in self._pending.values():
             self._append(pending)
         self._pending.clear()
-        left = [entry for rank in self._ranks.values() for entry in rank.logs]
-        for rank in self._ranks.values():
-            rank.logs = []
+        left = [entry for step, entries in self._logs.items() if step not in self._rows for entry in entries]
+        self._logs.clear()
         if self.steps:
-            last = self.steps[-1].figures
-            last.update({name: value for name, value in averaged(left).items() if name not in ("loss", "tokens")})
+            self.steps[-1].figures.update(averaged(left))
 
     def _on_start(self, event: Event) -> None:
         rank = self._ranks[event.rank]
@@ -183,21 +189,31 @@ class RunRecord:
         return event.kind not in MESSAGES or event.t < (self.start_time or 0)
 
     def _on_step(self, rank: _Rank, event: Event) -> None:
-        step = event.step if event.step is not None else len(rank.times)
-        rank.times[step] = rank.times.get(step, 0) + 1
-        pending = self._pending.get((step, rank.times[step]))
-        if pending is None:
-            # Of a step that is complete: this rank was not waited for. Its figures are too late as well.
-            if rank.times[step] <= self._times.get(step, 0):
-                rank.logs = []
-                return
-            pending = self._pending[step, rank.times[step]] = _Pending(step, self._numbered)
+        optimizer = event.fields.get("optimizer") or 0
+        if self._optimizer is None:
+            self._optimizer = optimizer
+        if optimizer != self._optimizer:
+            return
+        step = event.step if event.step is not None else rank.steps
+        rank.steps += 1
+        if step in self._rows:
+            return  # complete already: this rank was not waited for
+        if step not in self._pending:
+            self._pending[step] = _Pending(step, self._numbered)
             self._numbered += 1
+        pending = self._pending[step]
         pending.reports[event.rank] = event.fields
         pending.t = max(pending.t, event.t)
-        pending.logs += rank.logs
-        rank.logs, rank.last = [], max(rank.last, pending.number)
+        rank.last = max(rank.last, pending.number)
         self._complete()
+
+    def _on_log(self, rank: _Rank, event: Event) -> None:
+        figures = {name: value for name, value in event.fields["figures"].items() if value is not None}
+        entry = LogEntry(figures, 1 if event.fields.get("n") is None else event.fields["n"])
+        step = event.step if event.step is not None else rank.steps
+        self._logs.setdefault(step, []).append(entry)
+        if step in self._rows:
+            self._rows[step].figures.update(averaged(self._logs[step]))
 
     def _on_message(self, event: Event) -> None:
         self.messages.append(Message(event.kind, event.t, event.rank, event.step, text_of(event)))
@@ -213,18 +229,21 @@ class RunRecord:
         if not (self.starts or self.connection):
             return  # nobody knows how many ranks there are
         while self._pending:
-            key, first = next(iter(self._pending.items()))
+            first = next(iter(self._pending.values()))
             for number in self._waited_for():
                 rank = self._ranks.get(number)
                 if number not in first.reports and (rank is None or not (rank.gone or rank.last > first.number)):
                     return
-            del self._pending[key]
+            del self._pending[first.step]
             self._append(first)
 
     def _append(self, pending: _Pending) -> None:
-        row = merge(pending.step, pending.t, pending.reports, pending.logs, self.world, self.hosts)
+        figures = averaged(self._logs.get(pending.step, ()))
+        row = merge(pending.step, pending.t, pending.reports, figures, self.world, self.hosts)
+        if self.steps:
+            self._logs.pop(self.steps[-1].step, None)
         self.steps.append(row)
-        self._times[row.step] = self._times.get(row.step, 0) + 1
+        self._rows[row.step] = row
 
 
 def load(path: str | os.PathLike[str]) -> RunRecord:

@@ -29,4 +29,6 @@ def columns(row: StepRow) -> dict[str, float | int | None]:
     named |= {f"memory.{kind}": value for kind, value in sum_by_key(row.memory.values()).items()}
     if row.host_resident:
         named["resident"] = sum(row.host_resident.values())
-    return named | {f"log.{name}" if name in named else name: value for name, value in row.figures.items()}
+    return named | {
+        f"log.{name}" if name in named else name: value for name, value in row.figures.items() if name != "loss"
+    }

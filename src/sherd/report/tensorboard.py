@@ -63,6 +63,6 @@ def _summary_writer(directory: str) -> Any:
         raise Unsupported("TensorBoard is not installed: pip install 'sherd[tensorboard]'") from None
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
-        return SummaryWriter(directory)  # type: ignore[no-untyped-call]
+        return SummaryWriter(directory)
     except OSError as error:
         raise ConfigError(f"cannot write to {directory}: {error.strerror}; name a directory you can write") from None

@@ -1,0 +1,96 @@
+"use strict";
+(() => {
+  const plots = JSON.parse(document.getElementById("plots").textContent);
+  const root = document.documentElement;
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  const stored = "sherd-report-theme";
+  const element = (number) => document.getElementById("plot" + number);
+  let axis = "steps";
+
+  // A page that was opened as a file may have no storage.
+  const remember = (theme) => { try { localStorage.setItem(stored, theme); } catch { /* the page works without */ } };
+  const remembered = () => { try { return localStorage.getItem(stored); } catch { return null; } };
+
+  const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+  const themed = () => {
+    const line = { gridcolor: colour("--grid"), linecolor: colour("--line"), tickcolor: colour("--line") };
+    return {
+      text: colour("--soft"), ink: colour("--ink"), line,
+      hover: { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--ink"), size: 12 } },
+    };
+  };
+
+  const layoutOf = (plot) => {
+    const theme = themed();
+    const family = getComputedStyle(document.body).fontFamily;
+    const tick = { color: theme.text, size: 11.5 };
+    const axisOf = (given) => ({ ...theme.line, tickfont: tick, ...given, title: { ...given.title, font: tick } });
+    return {
+      margin: { l: 8, r: 12, t: plot.layout.showlegend ? 34 : 12, b: 8 },
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      font: { family, color: theme.text, size: 12 },
+      legend: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", font: { size: 12, color: theme.ink },
+                traceorder: "normal", itemwidth: 30, bgcolor: "rgba(0,0,0,0)" },
+      hoverlabel: theme.hover,
+      ...plot.layout,
+      xaxis: axisOf(plot.layout.xaxis),
+      yaxis: axisOf(plot.layout.yaxis),
+    };
+  };
+
+  const units = [[7200, 3600, "hours"], [180, 60, "minutes"], [0, 1, "seconds"]];
+  const longest = Math.max(0, ...plots.flatMap((plot) => plot.data.map((trace) => (trace.meta?.time ?? [0]).at(-1))));
+  const [, second, unit] = units.find(([from]) => longest >= from);
+
+  const choose = (wanted) => {
+    axis = wanted;
+    plots.forEach((plot, number) => {
+      if (!plot.timed) return;
+      const times = plot.data.map((trace) => trace.meta.time.map((each) => each / second));
+      const x = axis === "time" ? times : plot.data.map((trace) => trace.x);
+      const title = axis === "time" ? unit + " since the start" : "step";
+      Plotly.update(element(number), { x }, { "xaxis.title.text": title, "xaxis.autorange": true });
+    });
+    for (const button of document.querySelectorAll("[data-axis]")) {
+      button.setAttribute("aria-pressed", String(button.dataset.axis === axis));
+    }
+  };
+
+  const paint = (theme) => {
+    root.dataset.theme = theme;
+    const { text, ink, line, hover } = themed();
+    plots.forEach((_, number) => {
+      if (!element(number).data) return;
+      const change = { "font.color": text, "legend.font.color": ink, hoverlabel: hover };
+      for (const name of ["xaxis", "yaxis"]) {
+        for (const [key, value] of Object.entries(line)) change[`${name}.${key}`] = value;
+        change[`${name}.tickfont.color`] = change[`${name}.title.font.color`] = text;
+      }
+      Plotly.relayout(element(number), change);
+    });
+  };
+
+  const toggleLog = (button) => {
+    const on = button.getAttribute("aria-pressed") !== "true";
+    button.setAttribute("aria-pressed", String(on));
+    Plotly.relayout(element(button.dataset.plot), { "yaxis.type": on ? "log" : "linear", "yaxis.autorange": true });
+  };
+
+  paint(remembered() ?? (dark.matches ? "dark" : "light"));
+  dark.addEventListener("change", () => { if (!remembered()) paint(dark.matches ? "dark" : "light"); });
+  document.getElementById("theme").addEventListener("click", () => {
+    const theme = root.dataset.theme === "dark" ? "light" : "dark";
+    remember(theme);
+    paint(theme);
+  });
+  for (const button of document.querySelectorAll("[data-axis]")) {
+    button.addEventListener("click", () => choose(button.dataset.axis));
+  }
+  for (const button of document.querySelectorAll(".log")) button.addEventListener("click", () => toggleLog(button));
+
+  const config = { responsive: true, displaylogo: false, displayModeBar: false, doubleClickDelay: 400 };
+  // A copy of the traces: plotly may write into what it is given, and the axis is chosen again from ours.
+  const drawn = plots.map((plot, number) =>
+    Plotly.newPlot(element(number), plot.data.map((trace) => ({ ...trace })), layoutOf(plot), config));
+  Promise.all(drawn).then(() => { root.dataset.drawn = String(drawn.length); });
+})();

@@ -1,0 +1,184 @@
+"""Curves over the steps of runs, all runs in one plot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sherd.observe.rows import StepRow
+from sherd.report.panels import Panel, Run, axis
+from sherd.report.thinning import smoothed, thinned
+
+SMOOTH_FROM = 60  # steps
+Value = Callable[[StepRow], float | None]
+
+
+def figures_of_loss(runs: Sequence[Run]) -> list[str]:
+    """Figures that belong beside the loss: those with the word in their name."""
+    return [name for name in _figure_names(runs) if "loss" in name.lower()]
+
+
+def loss(runs: Sequence[Run]) -> Panel | None:
+    """The training loss of every run, and every logged figure that is a loss too."""
+    data = _curves(runs, "loss", lambda row: row.loss, smooth=True)
+    for name in figures_of_loss(runs):
+        data += _curves(runs, name, _figure(name), sparse=True)
+    note = (
+        "Mean over ranks by samples. The bold line is smoothed." if _any_smooth(data) else "Mean over ranks by samples."
+    )
+    return _panel("Loss", note, data, runs, axis(), wide=True, height=400, log=True)
+
+
+def figures(runs: Sequence[Run]) -> list[Panel]:
+    """One plot for each other figure that `sherd.log` was given."""
+    beside_loss = set(figures_of_loss(runs))
+    panels = [
+        _panel(name, "", _curves(runs, name, _figure(name), sparse=True), runs, axis(), log=True)
+        for name in _figure_names(runs)
+        if name not in beside_loss
+    ]
+    return [panel for panel in panels if panel]
+
+
+def throughput(runs: Sequence[Run]) -> Panel | None:
+    """Tokens per second where every run tells them, else samples."""
+    tokens = all(any(row.tokens_per_second for row in run.record.steps) for run in runs)
+    unit = "tokens" if tokens else "samples"
+    data = _curves(
+        runs, f"{unit}/s", lambda row: row.tokens_per_second if tokens else row.samples_per_second, smooth=True
+    )
+    return _panel(
+        f"{unit.capitalize()} per second", "All ranks together.", data, runs, axis(rangemode="tozero"), log=True
+    )
+
+
+def step_time(runs: Sequence[Run]) -> Panel | None:
+    """How long each step took."""
+    data = _curves(runs, "seconds", lambda row: row.duration, smooth=True)
+    return _panel("Seconds per step", "Of the slowest rank.", data, runs, axis(rangemode="tozero"), log=True)
+
+
+def norm(runs: Sequence[Run]) -> Panel | None:
+    """The norm of the whole gradient."""
+    data = _curves(runs, "norm", lambda row: row.norm, smooth=True)
+    panel = _panel("Gradient norm", "Of the whole gradient, over all ranks.", data, runs, axis(), log=True)
+    skipped = sum(row.skipped for run in runs for row in run.record.steps)
+    if panel and skipped:
+        panel.layout["meta"] = {"skipped": skipped}
+    return panel
+
+
+def learning_rate(runs: Sequence[Run]) -> Panel | None:
+    """The learning rate of the first group of the optimizer, and of the others where they differ."""
+    data = _curves(runs, "lr", lambda row: row.lr[0] if row.lr else None)
+    groups = max((len(row.lr) for run in runs for row in run.record.steps), default=0)
+    for number in range(1, groups):
+        if any(len(row.lr) > number and row.lr[number] != row.lr[0] for run in runs for row in run.record.steps):
+            data += _curves(runs, f"group {number}", _group_rate(number), dash="dot")
+    return _panel("Learning rate", "", data, runs, axis(rangemode="tozero"), log=True)
+
+
+def sent(runs: Sequence[Run]) -> Panel | None:
+    """Bytes that all ranks sent in a step."""
+    data = _curves(runs, "payload", lambda row: row.bytes.get("payload"))
+    data += _curves(runs, "control", lambda row: row.bytes.get("control"), dash="dot")
+    note = "What all ranks sent in a step: payload, and the control messages around it."
+    return _panel("Bytes per step", note, data, runs, axis(tickformat=".3~s", rangemode="tozero"), log=True)
+
+
+def resident(runs: Sequence[Run]) -> Panel | None:
+    """What the processes of each host hold in memory, as the system counts it."""
+    data = []
+    for run in runs:
+        hosts = dict.fromkeys(name for row in run.record.steps for name in row.host_resident)
+        for number, host in enumerate(hosts):
+            dash = ("solid", "dash", "dot", "dashdot")[number % 4]
+            data += _curves([run], host, _host_resident(host), dash=dash, label=host if len(runs) == 1 else None)
+    note = "Resident memory of each host's ranks: private pages added up, shared ones once."
+    return _panel("Processes over time", note, data, runs, axis(tickformat=".3~s", ticksuffix="B", rangemode="tozero"))
+
+
+def _curves(
+    runs: Sequence[Run],
+    name: str,
+    value: Value,
+    smooth: bool = False,
+    sparse: bool = False,
+    dash: str = "solid",
+    label: str | None = None,
+) -> list[dict[str, Any]]:
+    traces = []
+    for run in runs:
+        rows = [row for row in run.record.steps if value(row) is not None] if sparse else list(run.record.steps)
+        values = [value(row) for row in rows]
+        if all(each is None for each in values):
+            continue
+        shown = label or (name if len(runs) == 1 else run.label if not sparse else f"{run.label}: {name}")
+        style = {
+            "color": run.colour,
+            "width": 1.6,
+            "dash": "dash" if sparse and smooth is False and "loss" in name else dash,
+        }
+        soft = smooth and len(rows) >= SMOOTH_FROM
+        raw = _trace(run, rows, values, shown, style | ({"width": 1} if soft else {}))
+        if sparse and len(rows) <= 60:
+            raw |= {"mode": "lines+markers", "marker": {"size": 6, "color": run.colour}}
+        traces.append(raw)
+        if soft:
+            raw |= {"opacity": 0.32, "legendgroup": shown, "showlegend": False}
+            line = _trace(run, rows, smoothed(values, len(rows) / 40), shown, style | {"width": 2.2})
+            traces.append(line | {"legendgroup": shown, "hoverinfo": "skip", "meta": {**line["meta"], "smooth": True}})
+    return traces
+
+
+def _trace(
+    run: Run, rows: Sequence[StepRow], values: Sequence[float | None], name: str, line: dict[str, Any]
+) -> dict[str, Any]:
+    kept = thinned(values)
+    begin = run.record.start_time or run.record.steps[0].t
+    return {
+        "type": "scattergl" if len(kept) > 5000 else "scatter",
+        "mode": "lines" if len(kept) > 1 else "markers",
+        "name": name,
+        "x": [rows[index].step for index in kept],
+        "y": [finite(values[index]) for index in kept],
+        "line": line,
+        "meta": {"time": [round(rows[index].t - begin, 3) for index in kept], "points": len(values)},
+        "hovertemplate": "%{y:.5~g}",
+    }
+
+
+def _panel(
+    title: str, note: str, data: list[dict[str, Any]], runs: Sequence[Run], y: dict[str, Any], **more: Any
+) -> Panel | None:
+    if not data:
+        return None
+    several = len({trace["name"] for trace in data}) > 1
+    layout = {"xaxis": axis("step"), "yaxis": y, "hovermode": "x unified", "showlegend": several}
+    return Panel(title, note, data, layout, timed=True, **more)
+
+
+def finite(value: float | None) -> float | None:
+    """A number that has a place on an axis, to seven digits; None is a gap."""
+    return float(f"{value:.7g}") if value is not None and math.isfinite(value) else None
+
+
+def _figure_names(runs: Sequence[Run]) -> list[str]:
+    return list(dict.fromkeys(name for run in runs for name in run.record.steps.figure_names))
+
+
+def _figure(name: str) -> Value:
+    return lambda row: row.figures.get(name)
+
+
+def _group_rate(number: int) -> Value:
+    return lambda row: row.lr[number] if len(row.lr) > number else None
+
+
+def _host_resident(host: str) -> Value:
+    return lambda row: row.host_resident.get(host)
+
+
+def _any_smooth(data: Sequence[dict[str, Any]]) -> bool:
+    return any(trace["meta"].get("smooth") for trace in data)

@@ -1,0 +1,77 @@
+"""A panel is one plot of the page: what plotly draws, with the words around it. Colours of runs, phases and kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sherd.observe.runs import RunRecord
+
+RUNS = ("#3d74d6", "#e07b39", "#2a9d8f", "#b3589a", "#8c8a2f", "#7a6fd0", "#c94f5d", "#4f8f4f")
+PHASE_COLOURS = {
+    "data": "#e0b24a",
+    "forward": "#8fb8ea",
+    "backward": "#3d74d6",
+    "communication": "#e0674c",
+    "update": "#4faa8b",
+    "rest": "#a9adb5",
+}
+KIND_COLOURS = {
+    "parameters": "#3d74d6",
+    "gradients": "#e0b24a",
+    "optimizer state": "#4faa8b",
+    "buckets": "#b58ac9",
+}
+SPARE = ("#8fb8ea", "#e0674c", "#a9adb5", "#8c8a2f", "#c7a17a", "#7aa6a1")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run on the page: its record, what it is called there and its colour."""
+
+    record: RunRecord
+    label: str
+    colour: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot. `wide` takes the whole width; `log` offers a logarithmic axis, `timed` the time as the other axis."""
+
+    title: str
+    note: str
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+    height: int = 300
+    wide: bool = False
+    log: bool = False
+    timed: bool = False
+    run: Run | None = None  # of one run, where several are compared
+
+
+@dataclass(frozen=True)
+class Section:
+    """Panels under one heading."""
+
+    title: str
+    note: str
+    panels: list[Panel] = field(default_factory=list)
+
+
+def axis(title: str = "", **more: Any) -> dict[str, Any]:
+    """An axis of the page; the colours come with the theme."""
+    return {"title": {"text": title, "standoff": 8}, "automargin": True, "zeroline": False, **more}
+
+
+def colours_of(names: Iterable[str], known: dict[str, str]) -> dict[str, str]:
+    """A colour for each name: its own if it has one, else the next spare."""
+    listed = list(names)
+    spare = [name for name in listed if name not in known]
+    return {name: known[name] if name in known else SPARE[spare.index(name) % len(SPARE)] for name in listed}
+
+
+def runs_of(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Run]:
+    """Every record with its label and its colour."""
+    pairs = zip(records, labels, strict=True)
+    return [Run(record, label, RUNS[number % len(RUNS)]) for number, (record, label) in enumerate(pairs)]

@@ -1,0 +1,170 @@
+"""What belongs to one run and adds up: time by phase, memory by kind, and who waits for whom. One plot per run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sherd.observe.rows import PHASES, StepRow
+from sherd.report.curves import finite
+from sherd.report.panels import KIND_COLOURS, PHASE_COLOURS, Panel, Run, axis, colours_of
+from sherd.report.thinning import thinned
+from sherd.report.wording import of_bytes, of_seconds
+
+LYING_UP_TO = 16  # bars that are laid out as lines with their name in front; more of them stand
+
+
+def phases_over_time(run: Run) -> Panel | None:
+    """Time by phase of every step, stacked; the mean over ranks."""
+    rows = [row for row in run.record.steps if row.seconds]
+    if not rows:
+        return None
+    # One choice of steps for all phases: those where the whole step was shortest or longest.
+    kept = thinned([sum(row.seconds.values()) for row in rows])
+    begin = run.record.start_time or rows[0].t
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "stackgroup": "phases",
+            "name": phase,
+            "x": [rows[index].step for index in kept],
+            "y": [finite(rows[index].seconds.get(phase, 0.0)) for index in kept],
+            "line": {"width": 0, "color": colour},
+            "fillcolor": colour,
+            "meta": {"time": [round(rows[index].t - begin, 3) for index in kept], "points": len(rows)},
+            "hovertemplate": "%{y:.3~s}s",
+        }
+        for phase, colour in _phase_colours(rows).items()
+    ]
+    # A first step that builds everything would flatten all that follow.
+    usual = _quantile([sum(row.seconds.values()) for row in rows], 0.98)
+    y = axis(tickformat=".3~s", ticksuffix="s", range=[0, usual * 1.15] if usual else None)
+    layout = {"xaxis": axis("step"), "yaxis": y, "hovermode": "x unified", "showlegend": True}
+    return Panel("Step by step", "Mean over ranks.", data, layout, timed=True, run=run, height=320)
+
+
+def phases_by_rank(run: Run) -> Panel | None:
+    """Mean time by phase of each rank."""
+    rows = [row for row in run.record.steps if row.seconds_by_rank]
+    if not rows:
+        return None
+    phases = _phase_colours(rows)
+    means = {
+        rank: {phase: _mean([row.seconds_by_rank[rank].get(phase, 0.0) for row in there]) for phase in phases}
+        for rank, there in _rows_by_rank(rows).items()
+    }
+    bars = {f"rank {rank}": each for rank, each in means.items()}
+    note = "Mean over steps. Communication is what its other work does not hide, waiting for other ranks included."
+    return _bars("By rank", note, run, bars, phases, "s", of_seconds)
+
+
+def memory_by_host(run: Run) -> Panel | None:
+    """The largest memory by kind of each host."""
+    return _memory("By host", run, lambda row: row.host_memory)
+
+
+def memory_by_rank(run: Run) -> Panel | None:
+    """The largest memory by kind of each rank."""
+    return _memory("By rank", run, lambda row: {f"rank {rank}": kinds for rank, kinds in row.memory.items()})
+
+
+def waiting(run: Run) -> Panel | None:
+    """How long each rank waits for others in a step, and how often the others wait for it."""
+    rows = [row for row in run.record.steps if len(row.seconds_by_rank) > 1]
+    if not rows:
+        return None
+    spent: dict[int, list[float]] = {}
+    last: dict[int, int] = {}
+    for row in rows:
+        waits = row.waiting
+        for rank, seconds in waits.items():
+            spent.setdefault(rank, []).append(seconds)
+        late = min(waits, key=lambda rank: (waits[rank], rank))
+        last[late] = last.get(late, 0) + 1
+    ranks = sorted(spent)
+    bars = {f"rank {rank}": {"waits": _mean(spent[rank])} for rank in ranks}
+    note = (
+        "Seconds a step that each rank waits for others: its communication above that of the rank with the least. "
+        "Short bars are the stragglers; the label says in how many steps a rank was the last one."
+    )
+    panel = _bars("Who waits", note, run, bars, {"waits": PHASE_COLOURS["communication"]}, "s", of_seconds)
+    panel.data[0]["text"] = [f"last in {100 * last.get(rank, 0) / len(rows):.0f}%" for rank in ranks]
+    panel.data[0] |= {"textposition": "auto", "textangle": 0, "cliponaxis": False}
+    panel.layout["showlegend"] = False
+    return panel
+
+
+def _memory(title: str, run: Run, of: Any) -> Panel | None:
+    peak: dict[str, dict[str, int]] = {}
+    for row in run.record.steps:
+        for owner, kinds in of(row).items():
+            if owner not in peak or sum(kinds.values()) > sum(peak[owner].values()):
+                peak[owner] = kinds
+    names = list(dict.fromkeys(name for kinds in peak.values() for name in kinds))
+    used = [name for name in names if any(kinds.get(name) for kinds in peak.values())]
+    if not used:
+        return None
+    note = "What the ranks allocated, at the step with the most."
+    return _bars(title, note, run, peak, colours_of(used, KIND_COLOURS), "B", of_bytes)
+
+
+def _bars(
+    title: str,
+    note: str,
+    run: Run,
+    bars: Mapping[str, Mapping[str, float]],
+    colours: Mapping[str, str],
+    unit: str,
+    said: Any,
+) -> Panel:
+    lying = len(bars) <= LYING_UP_TO
+    owners = list(bars)
+    data = []
+    for name, colour in colours.items():
+        values = [float(bars[owner].get(name, 0)) for owner in owners]
+        place = {"x": values, "y": owners, "orientation": "h"} if lying else {"x": owners, "y": values}
+        data.append(
+            {
+                "type": "bar",
+                "name": name,
+                **place,
+                "marker": {"color": colour, "line": {"width": 0}},
+                "customdata": [said(value) for value in values],
+                "hovertemplate": f"%{{{'y' if lying else 'x'}}}: {name} %{{customdata}}<extra></extra>",
+            }
+        )
+    numbers = axis(tickformat=".3~s", ticksuffix=unit, rangemode="tozero")
+    # As wide as its text: a single bar would otherwise be as high as the whole plot.
+    gap = max(0.28, 1 - 0.24 * len(bars)) if len(bars) < 3 else 0.28
+    owner_axis = axis(autorange="reversed" if lying else True, type="category", showgrid=False)
+    layout = {
+        "barmode": "stack",
+        "bargap": gap,
+        "xaxis": numbers if lying else owner_axis,
+        "yaxis": owner_axis if lying else numbers,
+        "showlegend": len(colours) > 1,
+        "hovermode": "closest",
+    }
+    height = 130 + 34 * max(len(bars), 3) if lying else 320
+    return Panel(title, note, data, layout, run=run, height=height)
+
+
+def _phase_colours(rows: Sequence[StepRow]) -> dict[str, str]:
+    found = dict.fromkeys(phase for row in rows for phase in row.seconds)
+    ordered = [phase for phase in PHASES if phase in found] + [phase for phase in found if phase not in PHASES]
+    return colours_of(ordered, PHASE_COLOURS)
+
+
+def _rows_by_rank(rows: Sequence[StepRow]) -> dict[int, list[StepRow]]:
+    ranks = sorted({rank for row in rows for rank in row.seconds_by_rank})
+    return {rank: [row for row in rows if rank in row.seconds_by_rank] for rank in ranks}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(int(len(values) * share), len(values) - 1)]

@@ -1,0 +1,40 @@
+"""Curves of any length drawn with a bounded number of points, without losing a spike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+LIMIT = 2000
+"""Points of a curve: more than a screen has columns, few enough to move smoothly."""
+
+
+def thinned(values: Sequence[float | None], limit: int = LIMIT) -> list[int]:
+    """Which points to draw, at most `limit`, in order: the first, the last, and of each bin the least and the greatest.
+
+    Values that are not finite have no place on an axis. A bin with no others keeps its first, so that a gap stays one.
+    """
+    count = len(values)
+    if count <= limit:
+        return list(range(count))
+    bins = (limit - 2) // 2
+    kept = {0, count - 1}
+    for number in range(bins):
+        inside = range(count * number // bins, count * (number + 1) // bins)
+        finite = [(value, index) for index in inside if (value := values[index]) is not None and math.isfinite(value)]
+        kept |= {min(finite)[1], max(finite)[1]} if finite else {inside[0]}
+    return sorted(kept)
+
+
+def smoothed(values: Sequence[float | None], span: float) -> list[float | None]:
+    """The exponential moving average over about `span` points, without a bias towards zero at the beginning."""
+    keep = 1 - 1 / max(span, 1.0)
+    total = weight = 0.0
+    result: list[float | None] = []
+    for value in values:
+        if value is None or not math.isfinite(value):
+            result.append(None)
+            continue
+        total, weight = keep * total + value, keep * weight + 1
+        result.append(total / weight)
+    return result
