@@ -15,7 +15,7 @@ from sherd.api.together import together
 from sherd.comm import Communicator, connect, labelled
 from sherd.config import CommOptions, LoaderOptions, StepOptions
 from sherd.errors import ConfigError, nearest
-from sherd.strategies import Strategy, resolve
+from sherd.strategies import Strategy, default, resolve
 
 Model = TypeVar("Model", bound=nn.Module)
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -32,7 +32,7 @@ def distribute(model: Model, optimizer: Opt, loader: Loader, /, **options: Any) 
 def distribute(*things: Any, **options: Any) -> Any: ...
 def distribute(
     *things: Any,
-    strategy: str | Strategy = "zero2",
+    strategy: str | Strategy | None = None,
     accumulate: int = 1,
     accumulate_at: str | None = None,
     clip_norm: float | None = None,
@@ -60,7 +60,8 @@ def distribute(
     All or nothing: what is wrong on one rank is refused on every rank, and then model, optimizer and loaders are as
     before, to be passed again.
 
-    strategy: "ddp", "zero1", "zero2", "zero3", or an object with options such as `sherd.ZeRO(stage=2, ...)`.
+    strategy: "ddp", "zero1", "zero2", "zero3", or an object with options such as `sherd.ZeRO(stage=2, ...)`. Without
+        one, what `sherd run --strategy` says, else "zero2".
     accumulate: every K-th `step()` is the real one; `step()`, `zero_grad()` and a scheduler's `step()` do nothing in
         between. The gradient is the mean over ranks and backwards (the sum, with `loss_reduction="sum"`). Strategies
         then give the same bits if you write the same `accumulate_at="rank"` or `"owner"`: their defaults differ.
@@ -89,7 +90,7 @@ def distribute(
                 check=check,
             )
             loading = LoaderOptions(global_batch=global_batch, iterable=iterable)
-            return Plan.of(things, resolve(strategy), options, loading, ranks)
+            return Plan.of(things, default() if strategy is None else resolve(strategy), options, loading, ranks)
 
         plan = together(ranks, make)
         with labelled("sherd.distribute"):

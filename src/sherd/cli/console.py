@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 STDOUT, STDERR = 1, 2
+TERMINAL = "terminal"
 SAY_SECONDS = 1.0
 ERASE = b"\r\x1b[J"  # from the start of this line to the end of the screen
 # Readable on dark and on light backgrounds; neither red, which is for errors, nor black and white.
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
 _FINISHED = (b"\n", b"\r")
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @dataclass(eq=False)
@@ -28,6 +31,8 @@ class Writer:
     stream: int  # STDOUT or STDERR
     prefix: bytes = b""
     fresh: bool = True  # what it writes next begins a line
+    bar: bytes = b""  # its progress bar, where a frame shows it
+    in_bar: bool = False  # it has gone back to the start of its line
 
 
 class Console:
@@ -38,8 +43,10 @@ class Console:
         self.closed: set[int] = set()  # streams that nobody reads any more
         self._unfinished: dict[object, Writer | None] = {}  # whose line each device shows the beginning of
         self._pending: list[tuple[int, bytes]] = []
+        self._framed = False  # there is a display below the output
         self._frame: list[str] = []
-        self._widths: list[int] = []
+        self._drawn: list[int] = []  # the widths of the lines that are on the screen now
+        self._bars: list[Writer] = []
 
     def is_terminal(self, stream: int) -> bool:
         return os.isatty(stream)
@@ -61,6 +68,8 @@ class Console:
         device = self._device(writer.stream)
         with self.lock:
             for piece in pieces:
+                if self._framed and device == TERMINAL and self._is_of_bar(writer, piece):
+                    continue
                 other = self._unfinished.get(device)
                 if other is not None and other is not writer:
                     self._pending.append((writer.stream, b"\n"))
@@ -70,6 +79,20 @@ class Console:
                 # After a carriage return the line is still there, and the next of this writer goes over it.
                 self._unfinished[device] = None if piece.endswith(b"\n") else writer
                 self._pending.append((writer.stream, data))
+
+    def _is_of_bar(self, writer: Writer, piece: bytes) -> bool:
+        """Keep the state of a progress bar for the frame: above it, every state would be a line of its own."""
+        if piece.endswith(b"\n") or not (piece.endswith(b"\r") or writer.in_bar):
+            if writer in self._bars:
+                self._bars.remove(writer)
+            writer.in_bar, writer.bar = False, b""
+            return False
+        writer.in_bar = True
+        if text := piece.strip(b"\r"):
+            writer.bar = text
+            if writer not in self._bars:
+                self._bars.append(writer)
+        return True
 
     def flush(self) -> None:
         with self.lock:
@@ -92,46 +115,53 @@ class Console:
         finally:
             self.lock.release()
 
-    def show(self, lines: list[str], widths: list[int]) -> None:
-        """Draw a frame below everything, in place of the one before. The lines may have colours, hence the widths."""
+    def show(self, lines: Sequence[str], *, go_on: bool = False) -> None:
+        """Draw a frame below everything, in place of the one before.
+
+        Below an unfinished line it waits: that may be a question, with an answer being typed. `go_on` says that the
+        ranks have gone on, so that nobody is asked any more.
+        """
         with self.lock:
+            self._framed = True
             self.flush()
             with self._without_frame():
-                self._frame, self._widths = lines, widths
+                if go_on and self._unfinished.get(TERMINAL) is not None:
+                    self._write(STDOUT, b"\n")
+                    self._end_line()
+                self._frame = list(lines)
 
-    def hide(self) -> None:
-        self.show([], [])
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether a line has begun on the terminal that is no progress bar: a question, perhaps."""
-        writer = self._unfinished.get("terminal")
-        return writer is not None and not writer.fresh
+    def leave(self, *, keep: bool) -> None:
+        """The display is over; its last frame stays on the screen, or goes."""
+        with self.lock:
+            self.flush()
+            if not keep:
+                with self._without_frame():
+                    self._frame = []
+            self._framed, self._frame, self._drawn, self._bars = False, [], [], []
 
     @contextlib.contextmanager
     def _without_frame(self) -> Iterator[None]:
         """Take the frame away, and put it back below what was written meanwhile."""
-        if self._frame:
-            columns = _columns()
+        columns = _columns()
+        if self._drawn:
             # A terminal that has become narrower has broken the lines.
-            rows = sum(max(1, -(-width // columns)) for width in self._widths)
-            up = f"\x1b[{rows}A".encode() if rows else b""
-            self._write(STDOUT, up + ERASE)
+            rows = sum(max(1, -(-width // columns)) for width in self._drawn)
+            self._write(STDOUT, f"\x1b[{rows}A".encode() + ERASE)
+            self._drawn = []
         yield
-        if self._frame:
-            if self._unfinished.get("terminal") is not None:
-                self._write(STDOUT, b"\n")
-                self._end_line()
-            self._write(STDOUT, "".join(f"{line}\n" for line in self._frame).encode())
+        if self._frame and self._unfinished.get(TERMINAL) is None:
+            bars = [_cropped((writer.prefix + writer.bar).decode(errors="replace"), columns) for writer in self._bars]
+            lines = [*bars, *self._frame]
+            self._write(STDOUT, "".join(f"{line}\n" for line in lines).encode())
+            self._drawn = [_width(line) for line in lines]
 
     def _end_line(self) -> None:
-        writer = self._unfinished.get("terminal")
-        if writer is not None:
+        if writer := self._unfinished.get(TERMINAL):
             writer.fresh = True
-        self._unfinished["terminal"] = None
+        self._unfinished[TERMINAL] = None
 
     def _device(self, stream: int) -> object:
-        return "terminal" if self.is_terminal(stream) else stream
+        return TERMINAL if self.is_terminal(stream) else stream
 
     def _write(self, stream: int, data: bytes) -> None:
         if stream in self.closed:
@@ -163,3 +193,11 @@ def _columns() -> int:
         return os.get_terminal_size(STDOUT).columns or 80
     except OSError:
         return 80
+
+
+def _width(line: str) -> int:
+    return len(_CONTROL.sub("", line))
+
+
+def _cropped(line: str, columns: int) -> str:
+    return _CONTROL.sub("", line)[: columns - 1]

@@ -20,6 +20,7 @@ from sherd.cli.console import STDERR, STDOUT, Console, Writer
 from sherd.cli.pieces import Pieces
 from sherd.cli.request import Showing
 from sherd.cli.tracebacks import Tracebacks
+from sherd.cli.watching import watched
 
 READ_BYTES = 1 << 16
 UNFINISHED_SECONDS = 0.1  # after which a terminal shows a line that has begun: it may be a question
@@ -30,6 +31,8 @@ SETTLE_SECONDS = 2.0  # for a terminal that has been stopped (^S) to take what a
 class Output:
     """The interface, and the output of a rank that has this process's own streams."""
 
+    failed = False  # a rank did not end well
+
     def files(self, rank: int) -> dict[str, Any]:
         """What `subprocess.Popen` is to be given for this rank."""
         return {}
@@ -38,7 +41,8 @@ class Output:
         """The rank has its files."""
 
     def settle(self, rank: int, killed: bool) -> None:
-        """The rank has ended: show what is left of it, now, so that what is said of it comes after."""
+        """The rank has failed: show what is left of it, now, so that what is said of it comes after."""
+        self.failed = True
 
     def settle_all(self) -> None:
         """The same for all of them."""
@@ -125,6 +129,7 @@ class Piped(Output):
         os.write(self._waker, b".")  # a thread that sleeps in `select` does not see what was added everywhere
 
     def settle(self, rank: int, killed: bool) -> None:
+        self.failed = True
         if self._console.lock.acquire(timeout=SETTLE_SECONDS):
             try:
                 self._drain(rank, killed)
@@ -229,13 +234,17 @@ class Piped(Output):
 @contextlib.contextmanager
 def output_of(showing: Showing, ranks: int) -> Iterator[Output]:
     """The output of so many ranks, and what is drawn from their events, until they have ended."""
-    if ranks == 1 and not (showing.log_dir or showing.live or showing.label or showing.attended):
-        yield Output()
-        return
     console = Console()
-    output = Piped(showing, ranks, console)
-    with messages.said_by(console.say):
-        try:
-            yield output
-        finally:
-            output.close()
+    with watched(showing, console) as watcher:
+        if ranks == 1 and not (showing.log_dir or showing.live or showing.label or showing.attended):
+            output = Output()
+            said: Any = contextlib.nullcontext()
+        else:
+            output, said = Piped(showing, ranks, console), messages.said_by(console.say)
+        with said:
+            try:
+                yield output
+            finally:
+                output.close()
+                if watcher is not None:
+                    watcher.close(well=not output.failed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -9,6 +10,8 @@ from sherd.errors import ConfigError, nearest
 from sherd.strategies.base import Strategy
 
 Builder = TypeVar("Builder", bound=Callable[[], Strategy])
+
+VARIABLE, DEFAULT = "SHERD_STRATEGY", "zero2"
 
 _BUILDERS: dict[str, Callable[[], Strategy]] = {}
 _ELSEWHERE: dict[str, list[str]] = {}
@@ -44,6 +47,14 @@ def resolve(spec: str | Strategy) -> Strategy:
     if isinstance(spec, str):
         return _named(spec)
     raise ConfigError(_not_a_strategy(spec))
+
+
+def default() -> Strategy:
+    """For a user who named none: what SHERD_STRATEGY names (`sherd run --strategy` sets it), else zero2."""
+    name = os.environ.get(VARIABLE) or DEFAULT
+    if name not in _BUILDERS:
+        raise ConfigError(f"{VARIABLE}={name!r} names no strategy; {nearest(name, _BUILDERS)}")
+    return resolve(name)
 
 
 def names() -> tuple[str, ...]:

@@ -1,0 +1,177 @@
+"""Follows the events of a run while it goes on: draws them, and writes them into files for other programs.
+
+In a thread of its own. Nothing here can delay a rank or end a run: what fails is said in one line, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from sherd.cli.console import STDOUT, Console
+from sherd.cli.messages import say
+from sherd.cli.request import Showing
+from sherd.observe.rows import StepRow
+from sherd.observe.runs import Follower, RunRecord
+
+LOOK_SECONDS = 0.5
+LINE_SECONDS = 10.0  # between two plain lines
+CLOSE_SECONDS = 10.0  # for the last events to be written; more of them than that are left out
+EVENTS = "SHERD_EVENTS"
+
+
+class RowWriter(Protocol):
+    """Takes steps as they become complete."""
+
+    def write(self, row: StepRow) -> None: ...
+    def close(self) -> None: ...
+
+
+class Display(Protocol):
+    """Shows how a run is doing."""
+
+    def show(self, record: RunRecord, news: bool) -> None: ...
+    def close(self, record: RunRecord, well: bool) -> None: ...
+
+
+class Frame:
+    """Below the output of the ranks, in a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def show(self, record: RunRecord, news: bool) -> None:
+        from sherd.cli.display import frame
+
+        size = os.get_terminal_size(STDOUT)
+        self._console.show(frame(record, size.columns or 80, size.lines or 24), go_on=news)
+
+    def close(self, record: RunRecord, well: bool) -> None:
+        if well and record.steps:
+            self.show(record, news=True)
+        # What is said of a failure is to be the last that is read.
+        self._console.leave(keep=well and bool(record.steps))
+
+
+class Lines:
+    """For a file, a pipe or a terminal that knows no more: a line now and then."""
+
+    def __init__(self) -> None:
+        self._due = time.monotonic() + LINE_SECONDS
+        self._said = -1
+
+    def show(self, record: RunRecord, news: bool) -> None:
+        if time.monotonic() >= self._due and len(record.steps) > self._said:
+            self._say(record)
+
+    def close(self, record: RunRecord, well: bool) -> None:
+        if record.steps and (self._said < 0 or time.monotonic() >= self._due):
+            self._say(record)
+
+    def _say(self, record: RunRecord) -> None:
+        from sherd.cli.display import figures, in_words
+
+        self._due = time.monotonic() + LINE_SECONDS
+        self._said = len(record.steps)
+        say(in_words(figures(record, time.time())))
+
+
+class Watcher:
+    """The thread."""
+
+    def __init__(self, follower: Follower, display: Display | None, writers: list[RowWriter]) -> None:
+        self.record = RunRecord(follower.directory.name)
+        self._follower = follower
+        self._display = display
+        self._writers = writers
+        self._over = threading.Event()
+        self._well = True
+        self._thread = threading.Thread(target=self._run, name="sherd-launch-watch", daemon=True)
+        self._thread.start()
+
+    def close(self, well: bool) -> None:
+        """The ranks have ended: take in what they wrote last."""
+        self._well = well
+        self._over.set()
+        self._thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            while not self._over.wait(LOOK_SECONDS):
+                self._look()
+            self._look(last=True)
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                if self._display is not None:
+                    self._display.close(self.record, False)
+            say(f"warning: no more is drawn or written of the events: {type(error).__name__}: {error}")
+
+    def _look(self, last: bool = False) -> None:
+        for event in self._follower.poll():
+            self.record.feed(event)
+        if last:
+            self.record.finish()
+        rows = self.record.new_rows()
+        for writer in self._writers:
+            for row in rows:
+                writer.write(row)
+            if last:
+                writer.close()
+        if self._display is not None and last:
+            self._display.close(self.record, self._well)
+        elif self._display is not None:
+            self._display.show(self.record, bool(rows))
+
+
+@contextlib.contextmanager
+def watched(showing: Showing, console: Console) -> Iterator[Watcher | None]:
+    """Have the ranks that are started inside write their events, and follow them as far as the user wants it."""
+    with _directory(showing) as directory:
+        if directory is None or not showing.needs_events:
+            yield None
+            return
+        display: Display | None = None
+        if showing.live:
+            drawn = console.is_terminal(STDOUT) and os.environ.get("TERM", "dumb") != "dumb"
+            display = Frame(console) if drawn else Lines()
+        yield Watcher(Follower(directory, new=True), display, _writers(showing))
+
+
+@contextlib.contextmanager
+def _directory(showing: Showing) -> Iterator[Path | None]:
+    """Where events go, which ranks find in their environment. A temporary directory, if only we are to read them."""
+    if showing.events is not None:
+        os.environ[EVENTS] = str(showing.events.absolute())
+    if named := os.environ.get(EVENTS):
+        yield Path(named)
+        return
+    if not showing.needs_events:
+        yield None
+        return
+    made = tempfile.mkdtemp(prefix="sherd-events-")
+    os.environ[EVENTS] = made
+    try:
+        yield Path(made)
+    finally:
+        del os.environ[EVENTS]
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _writers(showing: Showing) -> list[RowWriter]:
+    writers: list[RowWriter] = []
+    if showing.csv is not None:
+        from sherd.report.csv_file import CsvWriter
+
+        writers.append(CsvWriter(showing.csv))
+    if showing.tensorboard is not None:
+        from sherd.report.tensorboard import TensorBoardWriter
+
+        writers.append(TensorBoardWriter(showing.tensorboard))
+    return writers
