@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sherd import observe
+from sherd.api.layers import LayerMeter
 from sherd.api.plan import Plan
 from sherd.api.training import Closure, Training, training_of
 from sherd.comm import Communicator
 from sherd.comm.handle import time_waits
-from sherd.config import Options
+from sherd.config import Options, flag_from_env
 from sherd.observe import monitor
 from sherd.observe.monitor import RunMonitor, Totals
 from sherd.observe.process import Resident, machine
@@ -94,6 +95,7 @@ class StepRecorder:
         self._steps = 0
         self._memory = _Memory(training)
         self._resident = Resident()
+        self._layers = LayerMeter(training) if flag_from_env("SHERD_LAYERS", False) else None
         self._before = run.totals()
         self._sent = self._bytes()
 
@@ -104,6 +106,8 @@ class StepRecorder:
             return step(closure)
         before, loss = (engine.steps, engine.skipped), None
         run.begin_step()
+        if self._layers is not None:
+            self._layers.before()
         try:
             loss = step(None if closure is None else run.evaluation(closure))
             return loss
@@ -131,6 +135,8 @@ class StepRecorder:
             "norm_squared": self._training.engine.rounds.measured.own_squared(),
         }
         self._sent = sent
+        if self._layers is not None:
+            fields["layers"] = self._layers.after(step, fields["lr"], skipped)
         if self._number:
             fields["optimizer"] = self._number
         self._run.stepped(self._number)

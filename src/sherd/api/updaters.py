@@ -47,11 +47,13 @@ class WholeUpdater:
         self._kind.load_state_dict(self._optimizer, dict(state))
 
     def state_bytes(self) -> int:
-        kept = (value for state in self._optimizer.state.values() for value in state.values())
+        kept = (
+            value for state in self._optimizer.state.values() if isinstance(state, dict) for value in state.values()
+        )
         return sum(getattr(value, "nbytes", 0) for value in kept)
 
     def state_values(self) -> int:
-        return sum(map(len, self._optimizer.state.values()))
+        return sum([len(state) for state in self._optimizer.state.values() if isinstance(state, dict)])
 
 
 def check_optimizer(optimizer: Optimizer, choices: Choices, strategy: Strategy) -> None:

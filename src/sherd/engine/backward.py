@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from sherd.observe import monitor
 
@@ -62,6 +63,15 @@ def _alive() -> Iterator[Listener]:
             yield listener
 
 
+def _losses(roots: Any) -> list[float]:
+    """The values of what a backward begins at, as far as they are numbers at hand."""
+    if not isinstance(roots, (list, tuple)):
+        roots = (roots,)
+    # On an accelerator a value would have to be waited for; and there are other kinds of roots than tensors.
+    here = (root for root in roots if type(root) is Tensor and root.device.type == "cpu" and root.numel() == 1)
+    return [float(root.detach()) for root in here if not root.is_complex()]
+
+
 def _wrap() -> None:
     original = torch.autograd.backward
 
@@ -73,7 +83,7 @@ def _wrap() -> None:
             return
         run = monitor.current
         if run is not None:
-            run.begin_backward(args[0] if args else options.get("tensors"))
+            run.begin_backward(_losses(args[0] if args else options.get("tensors")))
         try:
             outermost(*args, **options)
         finally:

@@ -176,7 +176,7 @@ class OptimizerShard:
 
     def state_values(self) -> int:
         """How many values this owner keeps: with another number of them, the bytes are others too."""
-        return sum(len(values) for values in self._state.values() if isinstance(values, dict))
+        return sum([len(values) for values in self._state.values() if type(values) is dict])
 
     def _inner(self) -> Optimizer:
         groups = zip(self._optimizer.param_groups, self._held, strict=True)

@@ -68,4 +68,4 @@ class Rooms:
     @property
     def more_bytes(self) -> int:
         """Bytes of all but the first."""
-        return sum(room.whole.nbytes for room in self._more)
+        return sum(room.whole.nbytes for room in self._more) if self._more else 0

@@ -31,6 +31,7 @@ COMMON = ("v", "t", "mono", "rank", "kind", "step")
 FLUSH_BYTES = 1 << 16
 FLUSH_NS = 1_000_000_000
 
+_JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -214,7 +215,10 @@ def _cut_torn_line(file: int) -> None:
 
 def _encode(line: dict[str, Any]) -> bytes:
     try:
-        text = json.dumps(_leaves(line, _to_json), allow_nan=False, separators=(",", ":"))
+        try:
+            text = _JSON.encode(line)
+        except ValueError:  # a number that JSON does not know, which is rare: looking for one takes as long as encoding
+            text = _JSON.encode(_leaves(line, _to_json))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"event {line['kind']!r}: {error}; give plain numbers, such as loss.item()") from None
     return text.encode() + b"\n"

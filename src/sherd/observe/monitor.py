@@ -9,7 +9,7 @@ it. All figures only grow, and a reader keeps what it saw last: so several optim
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from sherd.observe.phases import BACKWARD, DATA, FORWARD, PHASES, REST, UPDATE, PhaseClock
@@ -79,15 +79,12 @@ class RunMonitor:
             self._samples += samples
             self.batch = samples
 
-    def begin_backward(self, roots: Any) -> None:
-        """An outermost backward begins at `roots`, one tensor or several."""
+    def begin_backward(self, losses: Sequence[float]) -> None:
+        """An outermost backward begins at these, and perhaps at others that are no numbers."""
         self.clock.enter(BACKWARD)
         self._moved = True
-        for root in (roots,) if hasattr(roots, "detach") else roots or ():
-            # A value on an accelerator would have to be waited for.
-            if root.device.type == "cpu" and root.numel() == 1 and not root.is_complex():
-                self._backwards += 1
-                self._roots += root.detach().item()
+        self._backwards += len(losses)
+        self._roots += sum(losses)
 
     def end_backward(self) -> None:
         """It is over, or has failed."""
