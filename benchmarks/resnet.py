@@ -55,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--size", type=int, default=64, help="pixels of an image in each direction (default: 64)")
-    parser.add_argument("--batch", type=int, default=16, help="images of a step on all ranks together (default: 16)")
+    parser.add_argument("--batch", type=int, default=32, help="images of a step on all ranks together (default: 32)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="counted steps of a turn (default: 2)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a group has for an answer (default: 300)")

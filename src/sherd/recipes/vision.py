@@ -192,7 +192,7 @@ def parser() -> argparse.ArgumentParser:
         default=16,
         help="channels of the first stage; 64 is the usual network (default: %(default)s)",
     )
-    add("--steps", type=int, default=600, help="updates of the model (default: %(default)s)")
+    add("--steps", type=int, default=900, help="updates of the model (default: %(default)s)")
     add("--images", type=Path, metavar="DIR", help="a folder with a folder per class")
     add(
         "--size",
@@ -204,7 +204,7 @@ def parser() -> argparse.ArgumentParser:
     add("--workers", type=int, default=0, help="processes per rank that load images (default: %(default)s)")
     add("--lr", type=float, default=0.1, help="the highest learning rate (default: %(default)s)")
     add("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
-    add("--every", type=int, default=200, help="steps between accuracies (default: %(default)s)")
+    add("--every", type=int, default=150, help="steps between accuracies (default: %(default)s)")
     add("--judges", type=int, default=2000, help="images to be judged by, at most (default: %(default)s)")
     return options
 
