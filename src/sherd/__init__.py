@@ -22,7 +22,26 @@ from sherd.registration import register as _register
 
 if TYPE_CHECKING:
     from sherd import comm, observe
-    from sherd.api import clip_grad_norm_, describe, distribute, full_grad, full_parameters, no_sync, weigh
+    from sherd.api import (
+        barrier,
+        broadcast,
+        clip_grad_norm_,
+        describe,
+        distribute,
+        full_grad,
+        full_parameters,
+        gather,
+        is_main,
+        main_first,
+        mean,
+        no_sync,
+        print,
+        progress,
+        rank,
+        seed,
+        weigh,
+        world,
+    )
     from sherd.api.log import log
     from sherd.ranks import launch
     from sherd.strategies import DDP, Strategy, ZeRO
@@ -30,10 +49,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
-    **dict.fromkeys(
-        ("clip_grad_norm_", "describe", "distribute", "full_grad", "full_parameters", "log", "no_sync", "weigh"),
-        "sherd.api",
-    ),
+    **dict.fromkeys(("clip_grad_norm_", "describe", "distribute", "full_grad", "full_parameters"), "sherd.api"),
+    **dict.fromkeys(("log", "no_sync", "weigh"), "sherd.api"),
+    **dict.fromkeys(("barrier", "broadcast", "gather", "is_main", "main_first", "mean", "print"), "sherd.api"),
+    **dict.fromkeys(("progress", "rank", "seed", "world"), "sherd.api"),
     "launch": "sherd.ranks",
     **dict.fromkeys(("DDP", "Strategy", "ZeRO"), "sherd.strategies"),
 }
@@ -56,17 +75,28 @@ __all__ = [
     "Unsupported",
     "ZeRO",
     "__version__",
+    "barrier",
+    "broadcast",
     "clip_grad_norm_",
     "comm",
     "describe",
     "distribute",
     "full_grad",
     "full_parameters",
+    "gather",
+    "is_main",
     "launch",
     "log",
+    "main_first",
+    "mean",
     "no_sync",
     "observe",
+    "print",
+    "progress",
+    "rank",
+    "seed",
     "weigh",
+    "world",
 ]
 
 
@@ -77,6 +107,11 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'sherd' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What there is to use, though most of it is not imported yet: for `sherd.<TAB>`."""
+    return sorted(__all__)
 
 
 _register()

@@ -9,10 +9,11 @@ from typing import Any, TypeVar, overload
 from torch import nn
 from torch.optim import Optimizer
 
+from sherd.api import process, seeding
 from sherd.api.carrying_out import carry_out
 from sherd.api.plan import Plan
 from sherd.api.together import together
-from sherd.comm import Communicator, connect, labelled
+from sherd.comm import Communicator, labelled
 from sherd.config import CommOptions, LoaderOptions, StepOptions
 from sherd.errors import ConfigError, nearest
 from sherd.strategies import Strategy, default, resolve
@@ -72,7 +73,7 @@ def distribute(
     if not isinstance(comm, CommOptions | Communicator | None):
         raise ConfigError(f"distribute takes comm=sherd.CommOptions(...) or a communicator, got {comm!r}")
     with ExitStack() as undo:
-        ranks = comm if isinstance(comm, Communicator) else connect(comm)
+        ranks = comm if isinstance(comm, Communicator) else process.connect_for(comm)
         if ranks is not comm:
             undo.push(ranks)  # closes it with the error, which other ranks then hear of
 
@@ -97,6 +98,8 @@ def distribute(
             plan.compare(ranks)
             carry_out(plan, ranks, undo)
         undo.pop_all()
+    process.distributed_over(ranks, accumulate, made_here=ranks is not comm)
+    seeding.by_rank(ranks)
     return things if len(things) > 1 else things[0]
 
 

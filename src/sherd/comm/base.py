@@ -217,11 +217,11 @@ class Communicator(ABC):
     # Plain data (see `plain`) and, among ranks that share memory or a token, whatever pickles. What cannot be sent is a
     # `ConfigError` on every rank, and the communicator can still be used.
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        """Every rank's small object, in rank order."""
+    def all_gather_object(self, obj: Any, what: str = "") -> list[Any]:
+        """Every rank's small object, in rank order. `what` is compared, as in `all_gather`."""
         call = self._object_call("all_gather_object")
         data = call.packed(obj, self.rank)
-        sizes = self.all_gather(torch.tensor([data.numel()])).wait().tolist()
+        sizes = self.all_gather(torch.tensor([data.numel()]), what=what).wait().tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: data.numel()] = data
         rows = self.all_gather(padded).wait().view(self.world, -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -90,8 +91,9 @@ def wrong_token(me: str, others: Mapping[int, str]) -> CommError:
 
 def warn_late(me: str, late: dict[int, str], seconds: float, call: str, timeout: float) -> None:
     """A warning for each late rank; `late` says who each is and what it last did."""
+    end = "" if math.isinf(timeout) else f" An error comes after {timeout:g} s."
     for deed in late.values():
-        log.warning("%s has waited %.1f s for %s. An error comes after %g s.", me, seconds, _plain(deed), timeout)
+        log.warning("%s has waited %.1f s for %s.%s", me, seconds, _plain(deed), end)
     observe.emit("comm.late", ranks=list(late), call=_plain(call), seconds=round(seconds, 3))
 
 

@@ -7,9 +7,32 @@ that is paused alone is still late, by the looks of the others.
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 LONGEST = 1.0  # seconds between two looks: a pause, or a machine so busy that the others were late to look as well
+
+
+_without_limit = 0  # how many are inside; of the process, as a thread of a communicator's may wait for another
+
+
+@contextmanager
+def without_limit() -> Iterator[None]:
+    """Inside, a rank may be as late as it likes: it does what the others asked for, such as a download. One that dies
+    is found all the same."""
+    global _without_limit
+    _without_limit += 1
+    try:
+        yield
+    finally:
+        _without_limit -= 1
+
+
+def limit(seconds: float) -> float:
+    """After how many seconds a late rank is an error, where `seconds` is the option."""
+    return math.inf if _without_limit else seconds
 
 
 class Stopwatch:

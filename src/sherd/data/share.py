@@ -56,6 +56,11 @@ def yielded() -> Yielded | None:
     return _newest() or _last
 
 
+def at_hand() -> bool:
+    """Whether a batch is at hand: a loop over a loader is under way."""
+    return bool(_at_hand)
+
+
 def use(value: float, by: Any, samples: int | None = None) -> None:
     """The batch that `by` is about to yield counts `value`, until it yields another, is done or is gone.
 

@@ -141,8 +141,8 @@ def folder(where: Path, size: int) -> tuple[Folder, Folder]:
             (held_out if number % 10 == 0 else learned).append((file, label))
     if len(classes) < 2 or not learned:
         raise sherd.ConfigError(
-            f"--images {where}: found {len(classes)} folders and {len(learned) + len(held_out)} images in them; expected "
-            f"a folder per class, two or more, with two or more images each"
+            f"--images {where}: found {len(classes)} folders and {len(learned) + len(held_out)} images in them; "
+            f"expected a folder per class, two or more, with two or more images each"
         )
     return Folder(learned, size, len(classes), opener.open), Folder(held_out, size, len(classes), opener.open)
 

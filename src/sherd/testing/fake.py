@@ -33,7 +33,7 @@ class FakeCommunicator(Communicator):
     def host(self) -> Communicator:
         return SoloCommunicator(self.options)
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
+    def all_gather_object(self, obj: Any, what: str = "") -> list[Any]:
         return [obj] * self.world
 
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:

@@ -27,7 +27,7 @@ from sherd.comm.closed import MEANWHILE
 from sherd.comm.deadlock import COLLECTIVE, Stance, circle
 from sherd.comm.host.peers import Peers
 from sherd.comm.notes import Notes
-from sherd.comm.patience import Stopwatch
+from sherd.comm.patience import Stopwatch, limit
 from sherd.comm.progress import move_everything
 from sherd.comm.reports import Report
 from sherd.comm.seal import Seal
@@ -183,7 +183,7 @@ class Watchdog:
             if waited > circle_at:
                 circle_at = max(waited + CIRCLE_EVERY, 1.5 * waited)
                 self._look_for_a_circle(stance())
-            if waited > self._options.timeout:
+            if waited > limit(self._options.timeout):
                 raise self._timed_out(waited, self._missing(needed) or slow())
             if waited > warn_at:
                 self._warn(waited, self._missing(needed) or slow())
@@ -284,7 +284,8 @@ class Watchdog:
 
     def _warn(self, seconds: float, missing: Sequence[int]) -> None:
         late = {r: f"{self._names[r]}; it {self._deed_of(r)}" for r in missing}
-        faults.warn_late(self._names[self._rank], late, seconds, self._deed["text"], self._options.timeout)
+        most = limit(self._options.timeout)
+        faults.warn_late(self._names[self._rank], late, seconds, self._deed["text"], most)
 
     def _everyone(self) -> list[str]:
         self._deeds()

@@ -16,7 +16,7 @@ from sherd.comm.host.board import Board, State
 from sherd.comm.host.operation import Operation
 from sherd.comm.host.peers import Peers
 from sherd.comm.host.stances import Made, Stances
-from sherd.comm.patience import Stopwatch
+from sherd.comm.patience import Stopwatch, limit
 from sherd.config import CommOptions
 from sherd.errors import CommClosed, CommError, Diverged, PeerLost, TimedOut
 
@@ -105,7 +105,7 @@ class Waiter:
                 # Who is in a collective is told: a circle has a message in it.
                 if kind != COLLECTIVE:
                     self._stances.check()
-            if waited > self._options.timeout:
+            if waited > limit(self._options.timeout):
                 raise self._timed_out(missing, waited)
             if waited > warn_at:
                 self._warn(missing, waited)
@@ -165,7 +165,7 @@ class Waiter:
     def _warn(self, missing: Sequence[int], seconds: float) -> None:
         late = {self._numbers[r]: self._deed_of(r) for r in missing}
         call = self._board.last_deed(self._board.rank)
-        faults.warn_late(self._names[self._board.rank], late, seconds, call, self._options.timeout)
+        faults.warn_late(self._names[self._board.rank], late, seconds, call, limit(self._options.timeout))
 
     def _report(self, state: State, error: CommError) -> CommError:
         """Tell the others; the first report of a rank stands."""
