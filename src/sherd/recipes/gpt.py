@@ -184,8 +184,7 @@ def forever(loader: DataLoader[Any]) -> Iterator[Any]:
         yield from loader
 
 
-def train(arguments: argparse.Namespace) -> None:
-    learned, held_out = check(arguments, sherd.world())
+def train(arguments: argparse.Namespace, learned: Windows, held_out: Windows) -> None:
     entropy = bigram_entropy(learned.text)
     sherd.seed(arguments.seed)
     sherd.observe.expect(arguments.steps)
@@ -220,11 +219,14 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    arguments = parser().parse_args()
     try:
-        train(parser().parse_args())
+        learned, held_out = check(arguments, sherd.world())
     except sherd.ConfigError as error:
         sherd.print(f"gpt: {error}", file=sys.stderr)
+        sherd.barrier()  # no rank ends, and ends the others, before the main one has spoken
         sys.exit(2)
+    train(arguments, learned, held_out)
 
 
 if __name__ == "__main__":

@@ -242,8 +242,7 @@ def forever(loader: DataLoader[Any]) -> Iterator[Any]:
         yield from loader
 
 
-def train(arguments: argparse.Namespace) -> None:
-    learned, held_out = check(arguments, sherd.world())
+def train(arguments: argparse.Namespace, learned: Data, held_out: Data) -> None:
     sherd.seed(arguments.seed)
     sherd.observe.expect(arguments.steps)
     model = ResNet(arguments.model, learned.channels, learned.classes, learned.size >= LARGE, arguments.width)
@@ -273,11 +272,14 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    arguments = parser().parse_args()
     try:
-        train(parser().parse_args())
+        learned, held_out = check(arguments, sherd.world())
     except sherd.ConfigError as error:
         sherd.print(f"vision: {error}", file=sys.stderr)
+        sherd.barrier()  # no rank ends, and ends the others, before the main one has spoken
         sys.exit(2)
+    train(arguments, learned, held_out)
 
 
 if __name__ == "__main__":
