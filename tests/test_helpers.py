@@ -16,12 +16,12 @@ import numpy
 import pytest
 import torch
 from tests.loader_helpers import Numbers, Pairs
-from tests.training_helpers import STRATEGIES, batch, connected, distributed, loss_of, network, sgd, weights
+from tests.training_helpers import STRATEGIES, batch, connected, loss_of, network, sgd, weights
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import sherd
-from sherd import CommOptions, ConfigError, SherdError, comm, observe
+from sherd import CommOptions, ConfigError, observe
 from sherd.api import bars, process
 from sherd.testing import run_ranks
 
@@ -190,9 +190,7 @@ def test_the_first_rank_of_each_host_goes_first(ranks, tmp_path):
 
 def longer_than_the_timeout(transport):
     """Others wait, though the options would have given up on the first long ago."""
-    options = {"SHERD_TIMEOUT": "0.4", "SHERD_WARN_AFTER": "0.3", "SHERD_TRANSPORT": transport}
     sherd.distribute(network(), strategy="ddp", comm=CommOptions(timeout=0.4, warn_after=0.3, transport=transport))
-    assert options
     with sherd.main_first():
         if sherd.rank() == 0:
             time.sleep(2.0)
@@ -205,7 +203,7 @@ def test_others_wait_longer_than_the_timeout(ranks, transport):
 
 
 def fails(who):
-    with pytest.raises(Exception) as caught, sherd.main_first():  # noqa: PT011
+    with pytest.raises(Exception) as caught, sherd.main_first():
         if sherd.rank() == who:
             raise FileNotFoundError("no such file: corpus.txt")
     return type(caught.value).__name__, str(caught.value), sherd.gather(1)
@@ -236,7 +234,7 @@ def figures(count, size):
         x = rows.double()
         right = (rows % 3 == 0).double().mean()
         found.append((sherd.mean(x.mean()).item(), sherd.mean(right.item()), sherd.gather(rows).tolist()))
-    kept = torch.cat([rows for rows in loader])
+    kept = torch.cat(list(loader))
     last = sherd.mean(1.0 if len(kept) else 0.0)
     return found, sorted(sherd.gather(kept).tolist()), last
 
@@ -298,8 +296,9 @@ def test_what_one_rank_refuses_all_do(ranks):
         assert after == [1, 1]
         assert "rank 1: sherd.mean got n=-1" in words[0] and "rank 1: sherd.mean got a str" in words[1]
         assert "shape (1,) on rank 0 and (2,) on rank 1" in words[2] and "n=nan" in words[3]
-        assert "float32[1, 2] on rank 0 and float32[1, 3] on rank 1" in words[4]
-        assert "something else on rank 0 and tensors" in words[5]
+        assert "float32[*, 2] on rank 0 and float32[*, 3] on rank 1" in words[4]
+        assert "no rows on rank 0 and float32[*] on rank 1" in words[5]
+        assert "tuple(float32[*]) on rank 0 and tuple(float32[*], float32[*]) on rank 1" in words[6]
 
 
 def without_a_loader():
@@ -341,37 +340,43 @@ def test_rows_that_are_not_of_the_batch_are_all_kept(ranks):
 
 def by_its_own_sampler():
     data = Numbers(6)
-    loader = model_and(DataLoader(data, 2, sampler=DistributedSampler(data, shuffle=False)))
+    loader = model_and(
+        DataLoader(data, 2, sampler=DistributedSampler(data, sherd.world(), sherd.rank(), shuffle=False))
+    )
     return [sherd.mean(float(rows.sum()) / len(rows)) for rows in loader]
+
+
+def evaluated_in_the_middle():
+    """An evaluation inside a training loop: rows of all its batches, and then those of the training batch again."""
+    model, evaluated = network(), DataLoader(Numbers(5), 2)
+    *_, loader, evaluated = sherd.distribute(model, sgd(model), DataLoader(Numbers(7), 1), evaluated, strategy="ddp")
+    found = []
+    for rows in loader:
+        kept = torch.cat(list(evaluated))
+        everything = sherd.gather(kept).tolist()
+        found.append((sorted(everything), sherd.mean(float(rows.item()))))
+        for _ in evaluated:
+            break
+        assert sherd.mean(1.0 if len(rows) else 2.0) == 1.0
+    return found, sherd.gather(rows).tolist()
+
+
+def test_an_evaluation_inside_a_training_loop(ranks):
+    for found, _ in ranks(3).run(evaluated_in_the_middle):
+        assert found == [(list(range(5)), 1.0), (list(range(5)), 4.0), (list(range(5)), 6.0)]
 
 
 def test_a_distributed_sampler_is_counted_too(ranks):
     assert ranks(2).run(by_its_own_sampler) == [[1.5, 4.5]] * 2
 
 
-def trained_with_helpers(strategy, help_along):
-    """Helper calls wherever a script may make them: between backward and step, inside an accumulation window, ..."""
-    with connected() as c:
-        ours = comm.connect() if help_along else None
-        assert ours is None or ours.world == c.world
-        model, optimizer = distributed(c, strategy, accumulate=2)
-        for step in range(4):
-            loss = loss_of(model, *batch(c.rank, step))
-            sherd.mean(loss.item(), n=1) if help_along else None
-            loss.backward()
-            sherd.gather(loss.detach()) if help_along else None
-            optimizer.step()
-            optimizer.zero_grad()
-            sherd.barrier() if help_along else None
-        return weights(model)
-
-
-def trained_by_its_own(strategy, help_along):
+def trained(strategy, help_along):
+    """Helpers wherever a script may call them: between backward and step, inside an accumulation window, ..."""
     model = network()
     optimizer = sgd(model)
     sherd.distribute(model, optimizer, strategy=strategy, accumulate=2)
     for step in range(4):
-        loss = loss_of(model, *batch(sherd.rank(), step))
+        loss = loss_of(model, batch(sherd.rank(), step))
         if help_along:
             sherd.mean(loss, n=1)
         loss.backward()
@@ -386,7 +391,7 @@ def trained_by_its_own(strategy, help_along):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_helpers_do_not_disturb_training(ranks, strategy):
-    plain, helped = (ranks(2).run(trained_by_its_own, strategy, each) for each in (False, True))
+    plain, helped = (ranks(2).run(trained, strategy, each) for each in (False, True))
     for one, other in zip(plain, helped, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -399,15 +404,15 @@ def drawn():
 
 
 def seeds():
+    model, other = network(), network()
     sherd.seed(5)
     alike = drawn()
-    model = network()
     loader = DataLoader(Numbers(8), 2, shuffle=True)
     sherd.distribute(model, sgd(model), loader, strategy="ddp")
     after = drawn()
     rows = sherd.gather(torch.cat(list(loader))).tolist()
-    sherd.distribute(network(), strategy="ddp")  # a second time nothing is seeded
     torch.manual_seed(1)
+    sherd.distribute(other, strategy="ddp")  # a second time nothing is seeded
     same = torch.rand(1).item()
     sherd.seed(5)
     return alike, after, rows, same, drawn()
@@ -428,15 +433,14 @@ def test_ranks_are_seeded_alike_until_distribute_then_by_rank(ranks):
 
 
 def not_seeded():
+    model = network()
     torch.manual_seed(3)
-    sherd.distribute(network(), strategy="ddp")
+    sherd.distribute(model, strategy="ddp")
     return torch.rand(1).item()
 
 
 def test_without_a_seed_distribute_seeds_nothing(ranks):
     one, two = ranks(2).run(not_seeded)
-    torch.manual_seed(3)
-    network()
     assert one == two
 
 
@@ -582,4 +586,3 @@ def test_inside_launch():
         return sherd.rank(), sherd.world(), sherd.mean(1.0, n=sherd.rank())
 
     assert sherd.launch(inside, 2) == [(0, 2, 1.0), (1, 2, 1.0)]
-    assert SherdError

@@ -11,9 +11,10 @@ def described(training: Training) -> str:
     """Strategy, accumulation, shards, bytes by kind, buckets and transport. Collective: it sums up over the ranks."""
     engine = training.engine
     layout, comm = engine.layout, engine.comm
-    mine = training.memory()
+    mine, coming = training.memory(), training.coming_state_bytes()
+    mine["optimizer state"] += coming
     with comm.counters.agreeing():
-        everybody = comm.all_gather_object(mine)
+        everybody, added = zip(*comm.all_gather_object((mine, coming)), strict=True)
     largest = max((bucket.numel for bucket in layout.buckets), default=0)
     owned = sum(bucket.slice_numel for bucket in layout.buckets)
     frozen = sum(engine.inventory.parameters[index].numel() for index in engine.trained.frozen)
@@ -36,6 +37,8 @@ def described(training: Training) -> str:
     for kind, own in mine.items():
         total = sum(each[kind] for each in everybody)
         lines.append(f"  {kind:<18}{own:>16,}{total:>16,}{total / numel:>16.2f}")
+    if any(added):
+        lines.append(f"  optimizer state: as it will be after the first step, which adds {sum(added):,} on all ranks")
     return "\n".join(lines)
 
 

@@ -69,5 +69,8 @@ def full_parameters(model: nn.Module) -> Iterator[None]:
 
 
 def describe(model: nn.Module) -> str:
-    """Strategy, accumulation, shards, bytes by kind, buckets and transport of a distributed model. Collective."""
+    """Strategy, accumulation, shards, bytes by kind, buckets and transport of a distributed model. Collective.
+
+    Before the first step the optimizer state is shown that this step will make, and a line says so.
+    """
     return described(training_of(model))

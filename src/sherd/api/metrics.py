@@ -67,18 +67,17 @@ def gather(value: Any) -> Any:
     tensors as long as that batch or, after the loop, as the epoch. Anything else becomes a list with an item per rank.
     """
     comm = communicator()
-    joined = _is_rows(value)
-    mine = _own_rows(value) if joined else _on_cpu(value)
-    everybody = exchange(comm, "sherd.gather", (joined, mine))
-    for rank, (theirs, _) in enumerate(everybody):
-        if theirs != everybody[0][0]:
-            kinds = ["tensors with a first dimension" if each else "something else" for each, _ in everybody]
+    everybody = exchange(comm, "sherd.gather", _own_rows(value) if _is_rows(value) else _on_cpu(value))
+    outlines = [_outline(each) if _is_rows(each) else "" for each in everybody]
+    if not any(outlines):
+        return everybody
+    for rank, outline in enumerate(outlines):
+        if outline != outlines[0]:
             raise ConfigError(
-                f"rank {comm.rank}: sherd.gather got {kinds[0]} on rank 0 and {kinds[rank]} on rank {rank}; pass the "
-                f"same on every rank"
+                f"rank {comm.rank}: sherd.gather got {outlines[0] or 'no rows'} on rank 0 and {outline or 'no rows'} "
+                f"on rank {rank}; pass tensors on every rank that differ in their first dimension (*) alone, or on none"
             )
-    values = [each for _, each in everybody]
-    return _joined(values, value, comm.rank) if joined else values
+    return _joined(everybody, value)
 
 
 # ---------------------------------------------------------------- means
@@ -153,35 +152,26 @@ def _own_rows(value: Any) -> Any:
         return {key: _own_rows(each) for key, each in value.items()}
     if not isinstance(value, Tensor):
         return type(value)(map(_own_rows, value))
-    rows, last = value.detach().cpu(), share.yielded()
-    if last is not None and last.batch is not None:
-        for tally in (last.batch if share.at_hand() else last.epoch, last.epoch):
-            if len(rows) == tally.loaded:
-                return rows[: tally.counted]
-    return rows
+    rows = value.detach().cpu()
+    found = next((tally for tally in share.tallies() if tally.loaded == len(rows)), None)
+    return rows if found is None else rows[: found.counted]
 
 
-def _joined(values: Sequence[Any], like: Any, rank: int) -> Any:
-    first = values[0]
-    if type(first) is not type(like) or (not isinstance(first, Tensor) and len(first) != len(like)):
-        raise ConfigError(f"rank {rank}: sherd.gather got {_kind(like)} here and {_kind(first)} on rank 0")
-    if type(first) is dict:
-        return {key: _joined([each[key] for each in values], like[key], rank) for key in first}
-    if not isinstance(first, Tensor):
-        return type(first)(_joined(each, own, rank) for *each, own in zip(*values, like, strict=True))
-    for other, rows in enumerate(values):
-        if not isinstance(rows, Tensor) or (rows.dtype, rows.shape[1:]) != (first.dtype, first.shape[1:]):
-            raise ConfigError(
-                f"sherd.gather got {_kind(first)} on rank 0 and {_kind(rows)} on rank {other}; only the first "
-                f"dimension may differ"
-            )
-    return torch.cat(list(values)).to(like.device)
-
-
-def _kind(value: Any) -> str:
+def _outline(value: Any) -> str:
+    """Its structure in words, which must be the same on every rank."""
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return f"a {type(value).__name__} of {len(value)}"
+        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(['*', *map(str, value.shape[1:])])}]"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{key!r}: {_outline(each)}' for key, each in value.items())}}}"
+    return f"{type(value).__name__}({', '.join(map(_outline, value))})"
+
+
+def _joined(values: Sequence[Any], like: Any) -> Any:
+    if isinstance(like, Tensor):
+        return torch.cat(list(values)).to(like.device)
+    if type(like) is dict:
+        return {key: _joined([each[key] for each in values], like[key]) for key in like}
+    return type(like)(_joined(each, own) for *each, own in zip(*values, like, strict=True))
 
 
 def _on_cpu(value: Any) -> Any:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from sherd.api.updaters import WholeUpdater, check_parameters
 from sherd.comm import labelled
 from sherd.engine.engine import Engine
+from sherd.engine.forecast import Forecast
 from sherd.engine.loss import loss_of_all
 from sherd.engine.optimizer_shard import OptimizerShard
 from sherd.errors import ConfigError, SherdError
@@ -160,6 +161,14 @@ class Training:
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank."""
         return 0 if self._updater is None else self._updater.state_bytes()
+
+    def coming_state_bytes(self) -> int:
+        """Bytes of optimizer state that the first step will add on this rank; 0 after it, or if nobody can tell."""
+        if self._updater is None or self.engine.steps:
+            return 0
+        forecast = Forecast(self._updater.optimizer)
+        found = [forecast.bytes(group, tensors) for group, tensors in self._updater.coming()]
+        return sum(each for each in found if each is not None)
 
     def state_values(self) -> int:
         """How many values that state consists of."""

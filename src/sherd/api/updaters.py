@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sherd.comm import Communicator
@@ -51,6 +51,16 @@ class WholeUpdater:
             value for state in self._optimizer.state.values() if isinstance(state, dict) for value in state.values()
         )
         return sum(getattr(value, "nbytes", 0) for value in kept)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The user's."""
+        return self._optimizer
+
+    def coming(self) -> list[tuple[dict[str, Any], list[Tensor]]]:
+        """By group: the parameters that have no state yet."""
+        state, groups = self._optimizer.state, self._optimizer.param_groups
+        return [(group, [p for p in group["params"] if p.requires_grad and not state.get(p)]) for group in groups]
 
     def state_values(self) -> int:
         return sum([len(state) for state in self._optimizer.state.values() if isinstance(state, dict)])

@@ -37,6 +37,7 @@ class Yielded(NamedTuple):
 
 _at_hand: weakref.WeakKeyDictionary[Any, Yielded] = weakref.WeakKeyDictionary()  # who yielded last comes last
 _last: Yielded | None = None
+_ended: Tally | None = None  # of the epoch that ended last, if no batch came since
 
 _unused: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose batch at hand was not asked for yet
 _asked: weakref.WeakSet[Any] = weakref.WeakSet()  # those of which some batch was
@@ -56,9 +57,10 @@ def yielded() -> Yielded | None:
     return _newest() or _last
 
 
-def at_hand() -> bool:
-    """Whether a batch is at hand: a loop over a loader is under way."""
-    return bool(_at_hand)
+def tallies() -> list[Tally]:
+    """What rows may be those of: the epoch that has just ended, and the batch at hand."""
+    newest = _newest()
+    return [tally for tally in (_ended, newest and newest.batch) if tally is not None]
 
 
 def use(value: float, by: Any, samples: int | None = None) -> None:
@@ -66,7 +68,7 @@ def use(value: float, by: Any, samples: int | None = None) -> None:
 
     It has so many `samples`, as loaded; all of them are repeated where `value` is 0.
     """
-    global _last
+    global _last, _ended
     if value != 1.0 and by in _unused and by in _asked:
         log.warning(
             "a smaller last batch was fetched before the one before it was used, so that its share (%.3g) goes to the "
@@ -78,12 +80,16 @@ def use(value: float, by: Any, samples: int | None = None) -> None:
     batch = None if samples is None else Tally(samples, samples if value else 0)
     epoch = before.epoch if before else Tally()
     _at_hand[by] = _last = Yielded(value, batch, epoch.plus(batch or Tally()))
+    _ended = None
     _unused.add(by)
 
 
 def done(by: Any) -> None:
     """`by` has no batch at hand any more."""
-    _at_hand.pop(by, None)
+    global _ended
+    last = _at_hand.pop(by, None)
+    if last is not None:
+        _ended = last.epoch
     _unused.discard(by)
 
 

@@ -66,7 +66,7 @@ def _key(optimizer: Optimizer) -> Any:
 def _why_not(optimizer: Optimizer) -> WhyNot | None:
     if name := own_collective(optimizer):
         return _by_itself(name)
-    with _undisturbed(optimizer) as called:
+    with undisturbed(optimizer) as called:
         why_not = next((found for probe in _probes(optimizer, _ODD) if (found := probe.why_not())), None)
     return _by_itself(called[0]) if called else why_not
 
@@ -80,7 +80,7 @@ def own_collective(optimizer: Optimizer) -> str | None:
         return None
     if _is_torchs(optimizer):
         return None  # none of torch's own does
-    with _undisturbed(optimizer) as called:
+    with undisturbed(optimizer) as called:
         for probe in _probes(optimizer, _ROUND):
             with suppress(Exception):  # of any class: optimizers are anybody's code
                 probe.record(RANDOM[:1])
@@ -103,7 +103,7 @@ def _needs_closure(optimizer: Optimizer) -> bool:
 
 
 @contextmanager
-def _undisturbed(optimizer: Optimizer) -> Iterator[list[str]]:
+def undisturbed(optimizer: Optimizer) -> Iterator[list[str]]:
     """Random states stay as they are, collectives raise, and nothing is compiled, which takes seconds and uses up the
     variants that a function may be compiled in. Gives the names of the collectives that were called."""
     devices = {each.device for group in optimizer.param_groups for each in group["params"]}

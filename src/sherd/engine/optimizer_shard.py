@@ -174,6 +174,17 @@ class OptimizerShard:
         """Bytes of the state tensors that this owner keeps."""
         return state_bytes(self._state)
 
+    @property
+    def optimizer(self) -> Optimizer:
+        """The user's."""
+        return self._optimizer
+
+    def coming(self) -> list[tuple[dict[str, Any], list[Tensor]]]:
+        """By group: what this owner steps and keeps no state for yet."""
+        self._follow()
+        groups = zip(self._optimizer.param_groups, self._held, strict=True)
+        return [(group, [each for each in held["params"] if not self._state.get(each)]) for group, held in groups]
+
     def state_values(self) -> int:
         """How many values this owner keeps: with another number of them, the bytes are others too."""
         return sum([len(values) for values in self._state.values() if type(values) is dict])
