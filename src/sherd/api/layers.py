@@ -87,8 +87,8 @@ class LayerMeter:
         layers = self._measure()
         self._values = {}
         if not skipped:
-            for name, text in self._watch.look(layers, moving=any(rates)):
-                text = f"step {step}: layer {name!r} {text}"
+            for name, wrong in self._watch.look(layers, moving=any(rates)):
+                text = f"step {step}: layer {name!r} {wrong}"
                 observe.emit("warning", step, text=text, layer=name)
                 log.warning("%s", text)
         return {name: layer.shares() for name, layer in layers.items()}

@@ -25,7 +25,7 @@ from sherd.comm import Communicator
 from sherd.comm.handle import time_waits
 from sherd.config import Options, flag_from_env
 from sherd.observe import monitor
-from sherd.observe.monitor import RunMonitor, Totals
+from sherd.observe.monitor import RunMonitor, Tally
 from sherd.observe.process import Resident, machine
 
 MEMORY_SECONDS = 1.0
@@ -57,7 +57,8 @@ def _beginning(plan: Plan, comm: Communicator) -> dict[str, Any]:
     return {
         "world": comm.world,
         "strategy": plan.strategy.name,
-        "options": {**_chosen(plan.strategy), **_chosen(plan.options), **_chosen(plan.loading)},
+        "options": {**_chosen(plan.options), **_chosen(plan.loading)},
+        "strategy_options": _chosen(plan.strategy),
         "transport": comm.transport,
         "hosts": [list(host) for host in comm.hosts],
         "host": socket.gethostname(),
@@ -96,7 +97,7 @@ class StepRecorder:
         self._memory = _Memory(training)
         self._resident = Resident()
         self._layers = LayerMeter(training) if flag_from_env("SHERD_LAYERS", False) else None
-        self._before = run.totals()
+        self._reader = run.reader()
         self._sent = self._bytes()
 
     def record(self, closure: Closure | None, step: Callable[[Closure | None], Any]) -> Any:
@@ -117,16 +118,14 @@ class StepRecorder:
                 self._emit(loss, skipped=engine.skipped > before[1])
 
     def _emit(self, loss: Any, skipped: bool) -> None:
-        now, sent, before = self._run.totals(), self._bytes(), self._before
-        step = self._steps
+        (tally, seconds), sent, step = self._reader.read(), self._bytes(), self._steps
         self._steps += 1
-        self._before = now
         fields: dict[str, Any] = {
-            "loss": _told_loss(now, before, loss),
-            "root": _mean(now.roots - before.roots, now.backwards - before.backwards),
-            "samples": now.samples - before.samples if now.batches > before.batches else None,
-            "tokens": now.tokens - before.tokens if now.told_tokens > before.told_tokens else None,
-            "seconds": now.seconds_since(before),
+            "loss": _loss(tally, loss),
+            "root": _mean(tally.roots, tally.backwards),
+            "samples": tally.samples if tally.batches else None,
+            "tokens": tally.tokens,
+            "seconds": seconds,
             "bytes": {kind: sent[kind] - self._sent[kind] for kind in sent},
             "memory": self._memory.read(),
             "resident": self._resident.read(),
@@ -173,8 +172,8 @@ class _Memory:
         return self._kinds
 
 
-def _told_loss(now: Totals, before: Totals, returned: Any) -> float | None:
-    told = _mean(now.losses - before.losses, now.told_losses - before.told_losses)
+def _loss(tally: Tally, returned: Any) -> float | None:
+    told = _mean(tally.losses, tally.weight)
     return _number(returned) if told is None else told
 
 

@@ -17,8 +17,8 @@ class Measured:
 
     def __init__(self, layout: ShardLayout, make: Callable[[Callable[[int], None]], RingGradients]) -> None:
         self._norms = BlockNorms(layout)
-        # By bucket that was scaled since its norms were taken: by how much, clipping apart.
-        self._stale: dict[int, float] = {}
+        self._stale: dict[int, float] = {}  # buckets that were scaled since their norms were taken: by how much
+        self._clipped = 1.0  # how much of the gradient clipping has left
         self.edited: set[int] = set()
         """Buckets that were changed through `p.grad` and not measured since."""
         self.gradients = make(self.measure)
@@ -45,26 +45,31 @@ class Measured:
         return self._norms.total(comm)
 
     def own_squared(self) -> float:
-        """This rank's share of the squared 2-norm of the gradient before it was clipped: as it was measured last."""
-        return self._norms.squared(self._stale)
+        """This rank's share of the squared 2-norm that the gradient would have had without clipping."""
+        return self._norms.squared(self._unclipped())
 
     def own_squares(self) -> list[Tensor]:
         """The same, block by block of this rank's slice of each bucket."""
-        return self._norms.squares(self._stale)
+        return self._norms.squares(self._unclipped())
+
+    def _unclipped(self) -> dict[int, float]:
+        """What the norms that were taken have to be multiplied with, by bucket; all others are right."""
+        if self._clipped == 1.0:
+            return self._stale
+        left = self._clipped or 1.0  # nothing, of an infinite one
+        return {bucket: self._stale.get(bucket, 1.0) / left for bucket in range(len(self.gradients.summed))}
 
     def scale(self, factor: float) -> None:
         """Multiply every sum."""
-        self._scale(factor, factor)
-
-    def clip(self, factor: float) -> None:
-        """The same, for a gradient whose norm was too large: that is the one to tell."""
-        self._scale(factor, 1.0)
-
-    def _scale(self, factor: float, counts: float) -> None:
         for bucket, summed in enumerate(self.gradients.summed):
             if summed:
                 self.gradients.sums[bucket].mul_(factor)
-                self._stale[bucket] = self._stale.get(bucket, 1.0) * counts
+                self._stale[bucket] = self._stale.get(bucket, 1.0) * factor
+
+    def clip(self, factor: float) -> None:
+        """The same, because the norm was too large."""
+        self.scale(factor)
+        self._clipped *= factor
 
     def zero(self) -> None:
         """Make every sum zero."""
@@ -75,5 +80,6 @@ class Measured:
     def forget_norms(self) -> None:
         """There is nothing to measure any more."""
         self._norms.forget()
+        self._clipped = 1.0
         self._stale.clear()
         self.edited.clear()

@@ -1,7 +1,7 @@
 """What this process sees of its run while events are on: phases, batches, losses. `current` is None while they are off.
 
 The loader, the backward, the optimizer's step and the user's `sherd.log` tell it; whoever emits a `step` event reads
-it. All figures only grow, and a reader keeps what it saw last: so several optimizers can each have steps of their own.
+it. There may be several who read, each with figures of its own: each optimizer has its own steps.
 
     (loader)  data -> forward;  backward() -> rest;  step(): update -> rest
     without a training loader the time after a step is forward, as nobody can tell where data ends
@@ -10,24 +10,23 @@ it. All figures only grow, and a reader keeps what it saw last: so several optim
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from sherd.observe.phases import BACKWARD, DATA, FORWARD, PHASES, REST, UPDATE, PhaseClock
 
 
-class Totals(NamedTuple):
-    """What has happened so far."""
+@dataclass
+class Tally:
+    """What has happened since somebody looked last."""
 
-    spent: tuple[int, ...]
-    """nanoseconds by phase"""
     batches: int = 0
     """that training loaders yielded"""
     samples: int = 0
-    """in them; one that is only repeated, so that every rank has a batch, counts nothing"""
-    told_tokens: int = 0
-    tokens: float = 0
-    told_losses: float = 0.0
-    """the sum of their weights"""
+    """in them; those that are only repeated, so that every rank has a batch, count nothing"""
+    tokens: float | None = None
+    weight: float = 0.0
+    """of the losses that were told"""
     losses: float = 0.0
     """their weighted sum"""
     backwards: int = 0
@@ -35,9 +34,20 @@ class Totals(NamedTuple):
     roots: float = 0.0
     """their sum"""
 
-    def seconds_since(self, before: Totals) -> dict[str, float]:
-        """Seconds by phase."""
-        return {name: (now - then) / 1e9 for name, now, then in zip(PHASES, self.spent, before.spent, strict=True)}
+
+class Reader:
+    """One of those who look: at each look it gets what has happened since the last."""
+
+    def __init__(self, clock: PhaseClock) -> None:
+        self._clock = clock
+        self._spent = clock.spent()
+        self.tally = Tally()
+
+    def read(self) -> tuple[Tally, dict[str, float]]:
+        """What has happened, and the seconds by phase."""
+        spent, before, tally = self._clock.spent(), self._spent, self.tally
+        self._spent, self.tally = spent, Tally()
+        return tally, {name: (now - then) / 1e9 for name, now, then in zip(PHASES, spent, before, strict=True)}
 
 
 class RunMonitor:
@@ -54,15 +64,12 @@ class RunMonitor:
         self.batch: int | None = None
         """Samples of the last batch of a training loader."""
         self._moved = False  # whether a batch came or a backward began since the last step
-        self._batches = self._samples = 0
-        self._told_tokens, self._tokens = 0, 0.0
-        self._told_losses = self._losses = 0.0
-        self._backwards, self._roots = 0, 0.0
+        self._readers: list[Reader] = []
 
-    def totals(self) -> Totals:
-        """What has happened so far."""
-        told = self._told_tokens, self._tokens, self._told_losses, self._losses
-        return Totals(self.clock.spent(), self._batches, self._samples, *told, self._backwards, self._roots)
+    def reader(self) -> Reader:
+        """One more who looks, from now on."""
+        self._readers.append(Reader(self.clock))
+        return self._readers[-1]
 
     # ---------------------------------------------------------------- what happens
 
@@ -75,16 +82,18 @@ class RunMonitor:
         self.clock.enter(FORWARD if trains and samples is not None else REST)
         if trains and samples is not None:
             self._moved = True
-            self._batches += 1
-            self._samples += samples
             self.batch = samples
+            for reader in self._readers:
+                reader.tally.batches += 1
+                reader.tally.samples += samples
 
     def begin_backward(self, losses: Sequence[float]) -> None:
         """An outermost backward begins at these, and perhaps at others that are no numbers."""
         self.clock.enter(BACKWARD)
         self._moved = True
-        self._backwards += len(losses)
-        self._roots += sum(losses)
+        for reader in self._readers:
+            reader.tally.backwards += len(losses)
+            reader.tally.roots += sum(losses)
 
     def end_backward(self) -> None:
         """It is over, or has failed."""
@@ -124,12 +133,13 @@ class RunMonitor:
 
     def tell(self, loss: float | None, tokens: float | None, weight: float) -> None:
         """Keep a loss for the next step event, unless it is of the step before, and tokens."""
-        if tokens is not None:
-            self._told_tokens += 1
-            self._tokens += tokens
-        if loss is not None and self.step_of_log() == self.steps:
-            self._told_losses += weight
-            self._losses += weight * loss
+        this_step = self.step_of_log() == self.steps
+        for tally in (reader.tally for reader in self._readers):
+            if tokens is not None:
+                tally.tokens = tokens + (tally.tokens or 0)
+            if loss is not None and this_step:
+                tally.weight += weight
+                tally.losses += weight * loss
 
 
 current: RunMonitor | None = None
