@@ -15,11 +15,11 @@ help: ## list the targets
 # What the package and its report need, and nothing else: the first command should train as soon as it can.
 $(READY_TO_TRAIN): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[report]'
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[report,live]'
 	touch $@
 
 $(READY): $(READY_TO_TRAIN)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,test,report]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,test,report,live,tensorboard]'
 # Not in an extra: what timm depends on brings a torchvision for CUDA. The tests need its optimizers only.
 	$(BIN)/python -m pip install --quiet --no-deps 'timm>=1.0.20'
 	touch $@

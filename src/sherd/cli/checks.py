@@ -21,7 +21,9 @@ def warnings_at_start(ranks: int) -> list[str]:
     """One line each."""
     found = misspelt(os.environ)
     if ranks > CROWDED * (here := cores()):
-        found.append(f"{ranks} ranks on {here} core{'s' * (here > 1)} take turns; -n auto starts one per core, at most 8")
+        found.append(
+            f"{ranks} ranks on {here} core{'s' * (here > 1)} take turns; -n auto starts one per core, at most 8"
+        )
     if (available := available_memory()) < ranks * RANK_BYTES:
         needed = f"{ranks} ranks need {ranks * RANK_BYTES / GIB:.1f} GiB for torch alone"
         found.append(f"{needed}, and {available / GIB:.1f} GiB are free; the kernel may kill some")

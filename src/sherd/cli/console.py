@@ -1,7 +1,7 @@
 """Where output goes: this process's stdout and stderr, by whole lines, with a frame below them in a terminal.
 
-A *piece* is the part of an output up to and including a line feed, or a carriage return as progress bars write it. Pieces
-of different writers never mix: who wants to write while the line of another is unfinished gets a line of his own.
+A *piece* is the part of an output up to and including a line feed, or a carriage return as progress bars write it.
+Pieces of different writers never mix: what is written while the line of another is unfinished gets a line of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import re
 import select
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,7 @@ class Console:
         self.closed: set[int] = set()  # streams that nobody reads any more
         self._unfinished: dict[object, Writer | None] = {}  # whose line each device shows the beginning of
         self._pending: list[tuple[int, bytes]] = []
+        self._since = 0.0  # when the last unfinished line came
         self._framed = False  # there is a display below the output
         self._frame: list[str] = []
         self._drawn: list[int] = []  # the widths of the lines that are on the screen now
@@ -79,6 +81,7 @@ class Console:
                 # After a carriage return the line is still there, and the next of this writer goes over it.
                 self._unfinished[device] = None if piece.endswith(b"\n") else writer
                 self._pending.append((writer.stream, data))
+            self._since = time.time()
 
     def _is_of_bar(self, writer: Writer, piece: bytes) -> bool:
         """Keep the state of a progress bar for the frame: above it, every state would be a line of its own."""
@@ -115,17 +118,17 @@ class Console:
         finally:
             self.lock.release()
 
-    def show(self, lines: Sequence[str], *, go_on: bool = False) -> None:
+    def show(self, lines: Sequence[str], *, latest: float = 0.0) -> None:
         """Draw a frame below everything, in place of the one before.
 
-        Below an unfinished line it waits: that may be a question, with an answer being typed. `go_on` says that the
-        ranks have gone on, so that nobody is asked any more.
+        Below an unfinished line it waits: that may be a question, with an answer being typed. Once the ranks have gone
+        on (`latest` is when they did something, in unix seconds), nobody is asked any more.
         """
         with self.lock:
             self._framed = True
             self.flush()
             with self._without_frame():
-                if go_on and self._unfinished.get(TERMINAL) is not None:
+                if latest > self._since and self._unfinished.get(TERMINAL) is not None:
                     self._write(STDOUT, b"\n")
                     self._end_line()
                 self._frame = list(lines)
@@ -179,7 +182,8 @@ class Console:
 
 def _joined(parts: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
     """Neighbours for one stream as one write."""
-    stream, gathered = parts[0][0], []
+    stream = parts[0][0]
+    gathered: list[bytes] = []
     for target, data in parts:
         if target != stream:
             yield stream, b"".join(gathered)

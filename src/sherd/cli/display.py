@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from sherd.cli.curve import curve
 from sherd.cli.words import ranges
-from sherd.observe.runs import RunRecord
 from sherd.observe.rows import PHASES, StepRow
+from sherd.observe.runs import RunRecord
 
 RECENT = 20  # steps that rates and shares are taken over
 MOST_RANKS = 8  # whose memory is shown one by one
@@ -52,7 +52,9 @@ def figures(record: RunRecord, now: float) -> Figures:
         lr=last.lr[0] if last and last.lr else None,
         rate=_rate(rows),
         shares=_shares(rows),
-        rank_memory={rank: sum(kinds.values()) for rank, kinds in (last.resident or last.memory).items()} if last else {},
+        rank_memory={rank: sum(kinds.values()) for rank, kinds in (last.resident or last.memory).items()}
+        if last
+        else {},
         host_memory=_host_memory(last) if last else {},
         elapsed=max(0.0, now - (record.start_time or now)),
         left=max(0.0, left) if left is not None else None,
@@ -102,7 +104,7 @@ def _head(record: RunRecord) -> str:
         parts.append(f"{len(record.hosts)} hosts")
     if elements := (start.get("model") or {}).get("elements"):
         parts.append(f"{_short(elements)} parameters")
-    return " · ".join(part for part in parts if part) or "no steps yet"
+    return " · ".join(part for part in parts if part) or "waiting for the first step"
 
 
 def _now(found: Figures) -> Iterable[str | tuple[str, str]]:

@@ -16,8 +16,17 @@ if TYPE_CHECKING:
 _line: Callable[[str], None] | None = None  # what writes a line, while the ranks' output passes through this process
 
 
+_name = "sherd run"
+
+
 def say(text: str) -> None:
-    _write(f"sherd run: {text}")
+    _write(f"{_name}: {text}")
+
+
+def speak_as(label: str) -> None:
+    """Whose words these are, where those of several machines are read in one place."""
+    global _name
+    _name = f"sherd run on {label}" if label else "sherd run"
 
 
 @contextlib.contextmanager

@@ -105,7 +105,7 @@ class Piped(Output):
         self._wake, self._waker = os.pipe()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._over = False
-        self._tracebacks = Tracebacks(self._show_stderr, lambda text: console.say(f"sherd run: {text}"))
+        self._tracebacks = Tracebacks(self._show_stderr, messages.say)
         self._thread = threading.Thread(target=self._pump, name="sherd-launch-output", daemon=True)
         self._thread.start()
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,26 +162,3 @@ def _recorded(file: int) -> str:
         about: Any = json.loads(os.pread(file, os.fstat(file).st_size, 0))
         return str(about.get("message", {}).get("extraInfo", {}).get("py_callstack", "")).rstrip()
     return ""
-
-
-class Stopped(BaseException):
-    """A signal that ends the run. Not an `Exception`: nobody on the way out means it."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.signal = signal.Signals(number)
-
-
-@contextlib.contextmanager
-def signals_raise(numbers: tuple[signal.Signals, ...]) -> Iterator[None]:
-    """Inside, these signals become `Stopped`, in the main thread."""
-
-    def stop(number: int, frame: object) -> None:
-        raise Stopped(number)
-
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

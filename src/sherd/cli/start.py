@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from sherd.cli.attendance import attend
-from sherd.cli.messages import say
+from sherd.cli.messages import say, speak_as
 from sherd.cli.request import Request
+from sherd.cli.stopping import STOPPING, Stopped, signals_raise
 from sherd.machine import check_files, check_loopback
-
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def start(request: Request) -> int:
     """Run the ranks to their end; the exit status."""
+    speak_as(request.showing.label)
     check_files(request.ranks)
     if request.machines == 1:
         check_loopback()
@@ -34,7 +34,7 @@ def _launch(request: Request) -> int:
         from sherd.cli.launcher import run_ranks
         from sherd.cli.news import Newsroom
         from sherd.cli.output import output_of
-        from sherd.cli.ranks import Ranks, Stopped, signals_raise
+        from sherd.cli.ranks import Ranks
         from sherd.cli.rendezvous import meet, meet_alone
         from sherd.cli.token import set_token
 

@@ -1,7 +1,7 @@
 """One traceback of several ranks that failed in the same way.
 
-A traceback on a rank's stderr is held back until it is complete. If another rank has shown one with the same exception, up
-to numbers of ranks and processes and addresses, it is only counted, and a line says so later.
+A traceback on a rank's stderr is held back until it is complete. If another rank has shown one with the same exception,
+up to numbers of ranks and processes and addresses, it is only counted, and a line says so later.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class RowWriter(Protocol):
 class Display(Protocol):
     """Shows how a run is doing."""
 
-    def show(self, record: RunRecord, news: bool) -> None: ...
+    def show(self, record: RunRecord) -> None: ...
     def close(self, record: RunRecord, well: bool) -> None: ...
 
 
@@ -47,15 +47,16 @@ class Frame:
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def show(self, record: RunRecord, news: bool) -> None:
+    def show(self, record: RunRecord) -> None:
         from sherd.cli.display import frame
 
         size = os.get_terminal_size(STDOUT)
-        self._console.show(frame(record, size.columns or 80, size.lines or 24), go_on=news)
+        latest = record.steps[-1].t if record.steps else 0.0
+        self._console.show(frame(record, size.columns or 80, size.lines or 24), latest=latest)
 
     def close(self, record: RunRecord, well: bool) -> None:
         if well and record.steps:
-            self.show(record, news=True)
+            self.show(record)
         # What is said of a failure is to be the last that is read.
         self._console.leave(keep=well and bool(record.steps))
 
@@ -67,7 +68,7 @@ class Lines:
         self._due = time.monotonic() + LINE_SECONDS
         self._said = -1
 
-    def show(self, record: RunRecord, news: bool) -> None:
+    def show(self, record: RunRecord) -> None:
         if time.monotonic() >= self._due and len(record.steps) > self._said:
             self._say(record)
 
@@ -127,7 +128,7 @@ class Watcher:
         if self._display is not None and last:
             self._display.close(self.record, self._well)
         elif self._display is not None:
-            self._display.show(self.record, bool(rows))
+            self._display.show(self.record)
 
 
 @contextlib.contextmanager
