@@ -19,7 +19,7 @@ $(READY_TO_TRAIN): pyproject.toml constraints.txt
 	touch $@
 
 $(READY): $(READY_TO_TRAIN)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,test,report,live,tensorboard]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,test,report,live]'
 # Not in an extra: what timm depends on brings a torchvision for CUDA. The tests need its optimizers only.
 	$(BIN)/python -m pip install --quiet --no-deps 'timm>=1.0.20'
 	touch $@

@@ -183,7 +183,7 @@ def weighted_mean(values: Sequence[float], weights: Sequence[float | None]) -> f
 
 
 def averaged(logs: Iterable[LogEntry]) -> dict[str, float]:
-    """Every figure's mean over calls and ranks, by their weights. Tokens are left out: they add up, and `step` has them."""
+    """Every figure's mean over calls and ranks, by their weights. Tokens are left out: those of a step are a sum."""
     found: dict[str, tuple[list[float], list[float | None]]] = {}
     for entry in logs:
         for name, value in entry.figures.items():

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sherd.observe.rows import StepRow
-from sherd.report.panels import Panel, Run, axis
+from sherd.report.panels import Panel, Run, axis, byte_ticks
 from sherd.report.thinning import smoothed, thinned
 
 SMOOTH_FROM = 60  # steps
+MARKED_UP_TO = 60  # points
 Value = Callable[[StepRow], float | None]
 
 
@@ -23,18 +24,18 @@ def loss(runs: Sequence[Run]) -> Panel | None:
     """The training loss of every run, and every logged figure that is a loss too."""
     data = _curves(runs, "loss", lambda row: row.loss, smooth=True)
     for name in figures_of_loss(runs):
-        data += _curves(runs, name, _figure(name), sparse=True)
+        data += _curves(runs, name, _figure(name), sparse=True, dash="dash", named=True)
     note = (
         "Mean over ranks by samples. The bold line is smoothed." if _any_smooth(data) else "Mean over ranks by samples."
     )
-    return _panel("Loss", note, data, runs, axis(), wide=True, height=400, log=True)
+    return _panel("Loss", note, data, axis(), wide=True, height=400, log=True)
 
 
 def figures(runs: Sequence[Run]) -> list[Panel]:
     """One plot for each other figure that `sherd.log` was given."""
     beside_loss = set(figures_of_loss(runs))
     panels = [
-        _panel(name, "", _curves(runs, name, _figure(name), sparse=True), runs, axis(), log=True)
+        _panel(name, "", _curves(runs, name, _figure(name), smooth=True, sparse=True), axis(), log=True)
         for name in _figure_names(runs)
         if name not in beside_loss
     ]
@@ -48,25 +49,20 @@ def throughput(runs: Sequence[Run]) -> Panel | None:
     data = _curves(
         runs, f"{unit}/s", lambda row: row.tokens_per_second if tokens else row.samples_per_second, smooth=True
     )
-    return _panel(
-        f"{unit.capitalize()} per second", "All ranks together.", data, runs, axis(rangemode="tozero"), log=True
-    )
+    return _panel(f"{unit.capitalize()} per second", "All ranks together.", data, axis(rangemode="tozero"), log=True)
 
 
 def step_time(runs: Sequence[Run]) -> Panel | None:
     """How long each step took."""
     data = _curves(runs, "seconds", lambda row: row.duration, smooth=True)
-    return _panel("Seconds per step", "Of the slowest rank.", data, runs, axis(rangemode="tozero"), log=True)
+    durations = [row.duration for run in runs for row in run.record.steps if row.duration]
+    return _panel("Seconds per step", "Of the slowest rank.", data, axis(**usual_range(durations)), log=True)
 
 
 def norm(runs: Sequence[Run]) -> Panel | None:
     """The norm of the whole gradient."""
     data = _curves(runs, "norm", lambda row: row.norm, smooth=True)
-    panel = _panel("Gradient norm", "Of the whole gradient, over all ranks.", data, runs, axis(), log=True)
-    skipped = sum(row.skipped for run in runs for row in run.record.steps)
-    if panel and skipped:
-        panel.layout["meta"] = {"skipped": skipped}
-    return panel
+    return _panel("Gradient norm", "Of the whole gradient, over all ranks.", data, axis(), log=True)
 
 
 def learning_rate(runs: Sequence[Run]) -> Panel | None:
@@ -75,16 +71,22 @@ def learning_rate(runs: Sequence[Run]) -> Panel | None:
     groups = max((len(row.lr) for run in runs for row in run.record.steps), default=0)
     for number in range(1, groups):
         if any(len(row.lr) > number and row.lr[number] != row.lr[0] for run in runs for row in run.record.steps):
-            data += _curves(runs, f"group {number}", _group_rate(number), dash="dot")
-    return _panel("Learning rate", "", data, runs, axis(rangemode="tozero"), log=True)
+            data += _curves(runs, f"group {number}", _group_rate(number), dash="dot", named=True)
+    return _panel(
+        "Learning rate",
+        "Of the optimizer's first group.",
+        data,
+        axis(rangemode="tozero", exponentformat="power"),
+        log=True,
+    )
 
 
 def sent(runs: Sequence[Run]) -> Panel | None:
     """Bytes that all ranks sent in a step."""
     data = _curves(runs, "payload", lambda row: row.bytes.get("payload"))
-    data += _curves(runs, "control", lambda row: row.bytes.get("control"), dash="dot")
+    data += _curves(runs, "control", lambda row: row.bytes.get("control"), dash="dot", named=True)
     note = "What all ranks sent in a step: payload, and the control messages around it."
-    return _panel("Bytes per step", note, data, runs, axis(tickformat=".3~s", rangemode="tozero"), log=True)
+    return _panel("Bytes per step", note, data, _byte_axis(data), log=True)
 
 
 def resident(runs: Sequence[Run]) -> Panel | None:
@@ -94,9 +96,10 @@ def resident(runs: Sequence[Run]) -> Panel | None:
         hosts = dict.fromkeys(name for row in run.record.steps for name in row.host_resident)
         for number, host in enumerate(hosts):
             dash = ("solid", "dash", "dot", "dashdot")[number % 4]
-            data += _curves([run], host, _host_resident(host), dash=dash, label=host if len(runs) == 1 else None)
+            named = {"name": host if len(runs) == 1 else f"{run.label}: {host}"}
+            data += [trace | named for trace in _curves([run], host, _host_resident(host), dash=dash)]
     note = "Resident memory of each host's ranks: private pages added up, shared ones once."
-    return _panel("Processes over time", note, data, runs, axis(tickformat=".3~s", ticksuffix="B", rangemode="tozero"))
+    return _panel("Processes over time", note, data, _byte_axis(data))
 
 
 def _curves(
@@ -106,29 +109,25 @@ def _curves(
     smooth: bool = False,
     sparse: bool = False,
     dash: str = "solid",
-    label: str | None = None,
+    named: bool = False,
 ) -> list[dict[str, Any]]:
+    """A curve for each run that has values. `sparse` ones are not there in every step; `named` ones share the plot."""
     traces = []
     for run in runs:
         rows = [row for row in run.record.steps if value(row) is not None] if sparse else list(run.record.steps)
         values = [value(row) for row in rows]
         if all(each is None for each in values):
             continue
-        shown = label or (name if len(runs) == 1 else run.label if not sparse else f"{run.label}: {name}")
-        style = {
-            "color": run.colour,
-            "width": 1.6,
-            "dash": "dash" if sparse and smooth is False and "loss" in name else dash,
-        }
+        label = name if len(runs) == 1 else f"{run.label}: {name}" if named else run.label
         soft = smooth and len(rows) >= SMOOTH_FROM
-        raw = _trace(run, rows, values, shown, style | ({"width": 1} if soft else {}))
-        if sparse and len(rows) <= 60:
-            raw |= {"mode": "lines+markers", "marker": {"size": 6, "color": run.colour}}
+        raw = _trace(run, rows, values, label, {"color": run.colour, "width": 1 if soft else 1.8, "dash": dash})
+        if sparse and len(rows) <= MARKED_UP_TO:
+            raw |= {"mode": "lines+markers", "marker": {"size": 6, "color": run.colour}, "cliponaxis": False}
         traces.append(raw)
         if soft:
-            raw |= {"opacity": 0.32, "legendgroup": shown, "showlegend": False}
-            line = _trace(run, rows, smoothed(values, len(rows) / 40), shown, style | {"width": 2.2})
-            traces.append(line | {"legendgroup": shown, "hoverinfo": "skip", "meta": {**line["meta"], "smooth": True}})
+            raw |= {"opacity": 0.35}
+            line = _trace(run, rows, smoothed(values, len(rows) / 100), label, {"color": run.colour, "width": 2.2})
+            traces.append(line | {"hoverinfo": "skip", "meta": {**line["meta"], "smooth": True}})
     return traces
 
 
@@ -149,14 +148,21 @@ def _trace(
     }
 
 
-def _panel(
-    title: str, note: str, data: list[dict[str, Any]], runs: Sequence[Run], y: dict[str, Any], **more: Any
-) -> Panel | None:
-    if not data:
-        return None
-    several = len({trace["name"] for trace in data}) > 1
-    layout = {"xaxis": axis("step"), "yaxis": y, "hovermode": "x unified", "showlegend": several}
-    return Panel(title, note, data, layout, timed=True, **more)
+def _panel(title: str, note: str, data: list[dict[str, Any]], y: dict[str, Any], **more: Any) -> Panel | None:
+    layout = {"xaxis": axis("step"), "yaxis": y, "hovermode": "x unified"}
+    return Panel(title, note, data, layout, timed=True, **more) if data else None
+
+
+def _byte_axis(data: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return axis(rangemode="tozero", **byte_ticks(max((y for trace in data for y in trace["y"] if y), default=0)))
+
+
+def usual_range(values: Sequence[float]) -> dict[str, Any]:
+    """An axis from zero to above all but the rarest: a first step that builds everything would flatten the rest."""
+    if not values:
+        return {"rangemode": "tozero"}
+    usual = sorted(values)[min(int(len(values) * 0.98), len(values) - 1)]
+    return {"range": [0, usual * 1.2]} if usual * 1.5 < max(values) else {"rangemode": "tozero"}
 
 
 def finite(value: float | None) -> float | None:

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from sherd.report import curves, layers, stacks
 from sherd.report.panels import Panel, Run, Section
 
+MOST_COLUMNS = 3
+
 
 def sections(runs: Sequence[Run]) -> list[Section]:
     """All plots of these runs. Curves of several runs share a plot; what adds up has one per run, side by side."""
+    columns = min(max(len(runs), 2), MOST_COLUMNS) if len(runs) != 4 else 2
+    time = _each(runs, stacks.phases_over_time, stacks.phases_by_rank, stacks.waiting)
+    memory = _each(runs, stacks.memory_by_host, stacks.memory_by_rank)
     listed = [
-        Section("Learning", "", _there([curves.loss(runs), *curves.figures(runs)])),
-        Section("Optimization", "", _there([curves.norm(runs), curves.learning_rate(runs)])),
-        Section("Speed", "", _there([curves.throughput(runs), curves.step_time(runs)])),
-        Section("Where the time goes", "", _each(runs, stacks.phases_over_time, stacks.phases_by_rank, stacks.waiting)),
-        Section(
-            "Memory",
-            "",
-            [*_each(runs, stacks.memory_by_host, stacks.memory_by_rank), *_there([curves.resident(runs)])],
-        ),
-        Section("Network", "", _there([curves.sent(runs)])),
-        Section("Layers", "", _each(runs, layers.norms, layers.update_ratios)),
+        Section("Learning", _there([curves.loss(runs), *curves.figures(runs)])),
+        Section("Optimization", _there([curves.norm(runs), curves.learning_rate(runs)])),
+        Section("Speed", _there([curves.throughput(runs), curves.step_time(runs)])),
+        Section("Where the time goes", [_widened(time[0]), *time[1:]] if len(runs) == 1 and time else time, columns),
+        Section("Memory", [*memory, *map(_widened, _there([curves.resident(runs)]))], columns),
+        Section("Network", _there([curves.sent(runs)])),
+        Section("Layers", _each(runs, layers.norms, layers.update_ratios), columns),
     ]
-    return [section for section in listed if section.panels]
+    return [_filled(section) for section in listed if section.panels]
+
+
+def _widened(panel: Panel) -> Panel:
+    return replace(panel, wide=True)
+
+
+def _filled(section: Section) -> Section:
+    """Without a hole in the last row: a plot that would be alone in it gets all of it."""
+    narrow = [panel for panel in section.panels if not panel.wide]
+    if len(narrow) % section.columns != 1 or section.panels[-1].wide:
+        return section
+    return replace(section, panels=[*section.panels[:-1], _widened(section.panels[-1])])
 
 
 def _there(panels: Sequence[Panel | None]) -> list[Panel]:

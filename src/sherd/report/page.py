@@ -104,9 +104,8 @@ def _figures(run: Run) -> Iterable[tuple[str, str]]:
 
 def _section(section: Section, numbers: dict[int, int], runs: int) -> str:
     parts = [_card(panel, numbers[id(panel)], runs) for panel in section.panels]
-    # Side by side: as many columns as there are runs, where they fit.
-    columns = min(max(runs, 2), 3)
-    return f'<section><h2>{escape(section.title)}</h2><div class="grid of{columns}">{"".join(parts)}</div></section>'
+    style = f"grid of{section.columns}"
+    return f'<section><h2>{escape(section.title)}</h2><div class="{style}">{"".join(parts)}</div></section>'
 
 
 def _card(panel: Panel, number: int, runs: int) -> str:
@@ -119,7 +118,8 @@ def _card(panel: Panel, number: int, runs: int) -> str:
     note = f"<p>{escape(panel.note)}</p>" if panel.note else ""
     return (
         f'<figure class="{"wide" if panel.wide else ""}"><figcaption><h3>{escape(panel.title)}</h3>{owner}{switch}'
-        f'{note}</figcaption><div class="plot" id="plot{number}" style="height:{panel.height}px"></div></figure>'
+        f'{note}</figcaption><div class="legend" id="legend{number}"></div>'
+        f'<div class="plot" id="plot{number}" style="height:{panel.height}px"></div></figure>'
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from sherd.observe.runs import RunRecord
+from sherd.report.wording import of_bytes
 
 RUNS = ("#3d74d6", "#e07b39", "#2a9d8f", "#b3589a", "#8c8a2f", "#7a6fd0", "#c94f5d", "#4f8f4f")
 PHASE_COLOURS = {
@@ -52,16 +54,31 @@ class Panel:
 
 @dataclass(frozen=True)
 class Section:
-    """Panels under one heading."""
+    """Panels under one heading, in so many columns."""
 
     title: str
-    note: str
-    panels: list[Panel] = field(default_factory=list)
+    panels: list[Panel]
+    columns: int = 2
 
 
 def axis(title: str = "", **more: Any) -> dict[str, Any]:
     """An axis of the page; the colours come with the theme."""
     return {"title": {"text": title, "standoff": 8}, "automargin": True, "zeroline": False, **more}
+
+
+def byte_ticks(largest: float) -> dict[str, Any]:
+    """Ticks at round numbers of KiB, MiB or GiB: plotly's own are powers of ten."""
+    if largest <= 0:
+        return {}
+    unit = 1 << 10 * int(math.log(max(largest / 4, 1), 1 << 10))
+    step = next(size for size in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if size * unit * 6 >= largest)
+    values = [number * step * unit for number in range(int(largest / (step * unit)) + 2)]
+    return {"tickmode": "array", "tickvals": values, "ticktext": [of_ticks(value) for value in values]}
+
+
+def of_ticks(count: float) -> str:
+    """Bytes in whole numbers of a unit."""
+    return "0" if not count else of_bytes(count).replace(".00 ", " ").replace(".0 ", " ")
 
 
 def colours_of(names: Iterable[str], known: dict[str, str]) -> dict[str, str]:

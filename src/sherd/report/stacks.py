@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sherd.observe.rows import PHASES, StepRow
-from sherd.report.curves import finite
-from sherd.report.panels import KIND_COLOURS, PHASE_COLOURS, Panel, Run, axis, colours_of
+from sherd.report.curves import finite, usual_range
+from sherd.report.panels import KIND_COLOURS, PHASE_COLOURS, Panel, Run, axis, byte_ticks, colours_of
 from sherd.report.thinning import thinned
 from sherd.report.wording import of_bytes, of_seconds
 
@@ -38,11 +38,9 @@ def phases_over_time(run: Run) -> Panel | None:
         }
         for phase, colour in _phase_colours(rows).items()
     ]
-    # A first step that builds everything would flatten all that follow.
-    usual = _quantile([sum(row.seconds.values()) for row in rows], 0.98)
-    y = axis(tickformat=".3~s", ticksuffix="s", range=[0, usual * 1.15] if usual else None)
-    layout = {"xaxis": axis("step"), "yaxis": y, "hovermode": "x unified", "showlegend": True}
-    return Panel("Step by step", "Mean over ranks.", data, layout, timed=True, run=run, height=320)
+    y = axis(tickformat=".3~s", ticksuffix="s", **usual_range([sum(row.seconds.values()) for row in rows]))
+    layout = {"xaxis": axis("step"), "yaxis": y, "hovermode": "x unified"}
+    return Panel("Step by step", "Mean over ranks.", data, layout, timed=True, run=run)
 
 
 def phases_by_rank(run: Run) -> Panel | None:
@@ -92,7 +90,6 @@ def waiting(run: Run) -> Panel | None:
     panel = _bars("Who waits", note, run, bars, {"waits": PHASE_COLOURS["communication"]}, "s", of_seconds)
     panel.data[0]["text"] = [f"last in {100 * last.get(rank, 0) / len(rows):.0f}%" for rank in ranks]
     panel.data[0] |= {"textposition": "auto", "textangle": 0, "cliponaxis": False}
-    panel.layout["showlegend"] = False
     return panel
 
 
@@ -135,7 +132,9 @@ def _bars(
                 "hovertemplate": f"%{{{'y' if lying else 'x'}}}: {name} %{{customdata}}<extra></extra>",
             }
         )
-    numbers = axis(tickformat=".3~s", ticksuffix=unit, rangemode="tozero")
+    largest = max(sum(parts.values()) for parts in bars.values())
+    ticks = byte_ticks(largest) if unit == "B" else {"tickformat": ".3~s", "ticksuffix": unit}
+    numbers = axis(rangemode="tozero", **ticks)
     # As wide as its text: a single bar would otherwise be as high as the whole plot.
     gap = max(0.28, 1 - 0.24 * len(bars)) if len(bars) < 3 else 0.28
     owner_axis = axis(autorange="reversed" if lying else True, type="category", showgrid=False)
@@ -144,10 +143,9 @@ def _bars(
         "bargap": gap,
         "xaxis": numbers if lying else owner_axis,
         "yaxis": owner_axis if lying else numbers,
-        "showlegend": len(colours) > 1,
         "hovermode": "closest",
     }
-    height = 130 + 34 * max(len(bars), 3) if lying else 320
+    height = 70 + 36 * max(len(bars), 3) if lying else 300
     return Panel(title, note, data, layout, run=run, height=height)
 
 
@@ -164,7 +162,3 @@ def _rows_by_rank(rows: Sequence[StepRow]) -> dict[int, list[StepRow]]:
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(int(len(values) * share), len(values) - 1)]

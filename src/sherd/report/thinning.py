@@ -27,14 +27,24 @@ def thinned(values: Sequence[float | None], limit: int = LIMIT) -> list[int]:
 
 
 def smoothed(values: Sequence[float | None], span: float) -> list[float | None]:
-    """The exponential moving average over about `span` points, without a bias towards zero at the beginning."""
+    """The exponential moving average over about `span` points on both sides, so that it does not lag."""
+    known = [value if value is not None and math.isfinite(value) else None for value in values]
+    before = _decaying(known, span)
+    after = _decaying(known[::-1], span)[::-1]
+    return [
+        None if value is None else (left[0] + right[0] - value) / (left[1] + right[1] - 1)
+        for value, left, right in zip(known, before, after, strict=True)
+    ]
+
+
+def _decaying(values: Sequence[float | None], span: float) -> list[tuple[float, float]]:
+    """Sums of values up to each one, and of their weights, which decay with the distance."""
     keep = 1 - 1 / max(span, 1.0)
     total = weight = 0.0
-    result: list[float | None] = []
+    sums = []
     for value in values:
-        if value is None or not math.isfinite(value):
-            result.append(None)
-            continue
-        total, weight = keep * total + value, keep * weight + 1
-        result.append(total / weight)
-    return result
+        total, weight = keep * total, keep * weight
+        if value is not None:
+            total, weight = total + value, weight + 1
+        sums.append((total, weight))
+    return sums

@@ -15,9 +15,16 @@
   const themed = () => {
     const line = { gridcolor: colour("--grid"), linecolor: colour("--line"), tickcolor: colour("--line") };
     return {
-      text: colour("--soft"), ink: colour("--ink"), line,
+      text: colour("--soft"), line,
       hover: { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--ink"), size: 12 } },
     };
+  };
+
+  // From the first to the last point: plotly would leave room for the markers of some plots and not of others.
+  const extent = (lists) => {
+    const ends = lists.flatMap((list) => [list[0], list.at(-1)]);
+    const [low, high] = [Math.min(...ends), Math.max(...ends)];
+    return low < high ? [low, high] : [low - 0.5, high + 0.5];
   };
 
   const layoutOf = (plot) => {
@@ -26,14 +33,12 @@
     const tick = { color: theme.text, size: 11.5 };
     const axisOf = (given) => ({ ...theme.line, tickfont: tick, ...given, title: { ...given.title, font: tick } });
     return {
-      margin: { l: 8, r: 12, t: plot.layout.showlegend ? 34 : 12, b: 8 },
+      margin: { l: 8, r: 14, t: 10, b: 8 }, showlegend: false,
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family, color: theme.text, size: 12 },
-      legend: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", font: { size: 12, color: theme.ink },
-                traceorder: "normal", itemwidth: 30, bgcolor: "rgba(0,0,0,0)" },
       hoverlabel: theme.hover,
       ...plot.layout,
-      xaxis: axisOf(plot.layout.xaxis),
+      xaxis: { ...axisOf(plot.layout.xaxis), ...(plot.timed ? { range: extent(plot.data.map((trace) => trace.x)) } : {}) },
       yaxis: axisOf(plot.layout.yaxis),
     };
   };
@@ -49,7 +54,7 @@
       const times = plot.data.map((trace) => trace.meta.time.map((each) => each / second));
       const x = axis === "time" ? times : plot.data.map((trace) => trace.x);
       const title = axis === "time" ? unit + " since the start" : "step";
-      Plotly.update(element(number), { x }, { "xaxis.title.text": title, "xaxis.autorange": true });
+      Plotly.update(element(number), { x }, { "xaxis.title.text": title, "xaxis.range": extent(x) });
     });
     for (const button of document.querySelectorAll("[data-axis]")) {
       button.setAttribute("aria-pressed", String(button.dataset.axis === axis));
@@ -58,10 +63,10 @@
 
   const paint = (theme) => {
     root.dataset.theme = theme;
-    const { text, ink, line, hover } = themed();
+    const { text, line, hover } = themed();
     plots.forEach((_, number) => {
       if (!element(number).data) return;
-      const change = { "font.color": text, "legend.font.color": ink, hoverlabel: hover };
+      const change = { "font.color": text, hoverlabel: hover };
       for (const name of ["xaxis", "yaxis"]) {
         for (const [key, value] of Object.entries(line)) change[`${name}.${key}`] = value;
         change[`${name}.tickfont.color`] = change[`${name}.title.font.color`] = text;
@@ -73,7 +78,35 @@
   const toggleLog = (button) => {
     const on = button.getAttribute("aria-pressed") !== "true";
     button.setAttribute("aria-pressed", String(on));
-    Plotly.relayout(element(button.dataset.plot), { "yaxis.type": on ? "log" : "linear", "yaxis.autorange": true });
+    const { tickmode: ticks, range } = plots[button.dataset.plot].layout.yaxis;
+    const change = { "yaxis.type": on ? "log" : "linear", "yaxis.autorange": on || !range };
+    if (range && !on) change["yaxis.range"] = [...range];
+    // Ticks that were chosen for a linear axis are of no use on the other.
+    if (ticks) change["yaxis.tickmode"] = on ? "auto" : ticks;
+    Plotly.relayout(element(button.dataset.plot), change);
+  };
+
+  // Names of curves above a plot, as buttons that hide and show them. A curve and its smoothed one share a name.
+  const addLegend = (plot, number) => {
+    const names = [...new Set(plot.data.map((trace) => trace.name).filter(Boolean))];
+    if (names.length < 2) return;
+    for (const name of names) {
+      const traces = plot.data.map((trace, index) => (trace.name === name ? index : -1)).filter((index) => index >= 0);
+      const { line, marker, fillcolor } = plot.data[traces[0]];
+      const button = document.createElement("button");
+      const mark = document.createElement("i");
+      const dashed = line?.dash && line.dash !== "solid";
+      mark.className = fillcolor || !line ? "block" : dashed ? "dashed" : "line";
+      mark.style.color = fillcolor ?? line?.color ?? marker.color;
+      button.append(mark, name);
+      button.setAttribute("aria-pressed", "true");
+      button.addEventListener("click", () => {
+        const shown = button.getAttribute("aria-pressed") !== "true";
+        button.setAttribute("aria-pressed", String(shown));
+        Plotly.restyle(element(number), { visible: shown }, traces);
+      });
+      document.getElementById("legend" + number).append(button);
+    }
   };
 
   paint(remembered() ?? (dark.matches ? "dark" : "light"));
@@ -88,6 +121,7 @@
   }
   for (const button of document.querySelectorAll(".log")) button.addEventListener("click", () => toggleLog(button));
 
+  plots.forEach(addLegend);
   const config = { responsive: true, displaylogo: false, displayModeBar: false, doubleClickDelay: 400 };
   // A copy of the traces: plotly may write into what it is given, and the axis is chosen again from ours.
   const drawn = plots.map((plot, number) =>
