@@ -16,7 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from sherd.cli import main
+from sherd import strategies
+from sherd.cli import checks, main, options
+from sherd.cli.options import STRATEGIES
+from sherd.cli.variables import VARIABLES, misspelt
+from sherd.cli.words import ranges
 
 SHERD = [sys.executable, "-m", "sherd.cli"]
 PATIENCE = 120  # seconds; of a run that hangs
@@ -104,8 +108,34 @@ def wait_for(condition, seconds=PATIENCE):
         (["run"], "Missing argument"),
         (["run", "--nnodes", "2", "rank_script.py"], "--nnodes 2 needs --master-addr"),
         (["run", "--node-rank", "1", "rank_script.py"], "--node-rank 1 must be below --nnodes 1"),
-        (["rum"], "No such command 'rum'"),
-        (["doctor", "--jsn"], "No such option"),
+        (["run", "--standalone", "--nnodes", "2", "rank_script.py"], "--standalone is a run on one machine"),
+        (["run", "--nproc_per_node", "0", "rank_script.py"], "found '0', expected a whole number from 1"),
+        (["run", "--rank", "2", "rank_script.py"], "No such option: --rank (Possible options: --node-rank, --ranks)"),
+        (["run", "--strategy", "zero4", "rank_script.py"], "--strategy 'zero4' is not known; did you mean 'zero"),
+        (["run", "--events", "temporary/..", "rank_script.py"], "is not empty; name a new directory for every run"),
+        (
+            ["run", "--events", "rank_script.py/x", "rank_script.py"],
+            "--events 'rank_script.py/x' cannot be written (Not",
+        ),
+        (
+            ["run", "--log-dir", "rank_script.py", "rank_script.py"],
+            "--log-dir 'rank_script.py' cannot be written (File",
+        ),
+        (["run", "--csv", "temporary", "rank_script.py"], "--csv 'temporary' cannot be written (Is a directory)"),
+        (["run", "--tensorboard", "/proc/x", "rank_script.py"], "--tensorboard '/proc/x' cannot be written"),
+        (["run", "--python", "python3", "rank_script.py"], "--python is about --hosts"),
+        (["run", "--hosts", "-oProxyCommand=x", "rank_script.py"], "'-oProxyCommand=x' is no host"),
+        (["run", "--hosts", "a,a", "rank_script.py"], "a is there twice; write a:2 for more ranks there"),
+        (["run", "--hosts", "a:0,b", "rank_script.py"], "a needs at least one rank"),
+        (
+            ["run", "--hosts", "a,b", "--nnodes", "2", "--master-addr", "a", "x.py"],
+            "--hosts starts every machine itself",
+        ),
+        (["run", "--hosts", "a,b", "--ssh", "", "rank_script.py"], "--ssh is empty"),
+        (["run", "--hosts", "a,b", "--ssh", "/absent/ssh", "rank_script.py"], "'/absent/ssh' cannot be run (No such"),
+        (["run", "--hosts", "a,b", "--live", "rank_script.py"], "with several machines write --events DIR as well"),
+        (["rum"], "No such command 'rum'. Did you mean 'run'?"),
+        (["doctor", "--jsn"], "No such option: --jsn (Possible options: --json)"),
     ],
 )
 def test_bad_input_is_one_kind_line(here, capfd, arguments, message):
@@ -134,6 +164,86 @@ def test_help_lists_the_commands(capfd, arguments):
     assert re.search(r"^  run .*^  doctor ", output.out, flags=re.MULTILINE | re.DOTALL)
 
 
+def test_help_needs_neither_torch_nor_what_draws():
+    code = """
+import sys
+from sherd.cli import main
+try:
+    main(["run", "--help"])
+except SystemExit as end:
+    assert end.code == 0
+print(sorted({"torch", "rich", "plotext", "psutil"} & set(sys.modules)))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Start ranks of a script" in result.stdout
+    assert result.stdout.splitlines()[-1] == "[]"
+    assert "nproc" not in result.stdout  # torchrun's names are accepted and not listed
+
+
+def test_the_package_is_the_command_too():
+    result = subprocess.run([sys.executable, "-m", "sherd", "--version"], capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("sherd ")
+
+
+def test_completion(monkeypatch):
+    words = {"_SHERD_COMPLETE": "complete_bash", "COMP_WORDS": "sherd run --strategy ze", "COMP_CWORD": "3"}
+    environ = {**os.environ, **words}
+    result = subprocess.run([*SHERD], env=environ, capture_output=True, text=True, check=False)
+    assert result.stdout.split() == ["zero1", "zero2", "zero3"], result.stderr
+
+
+def test_the_names_of_strategies_are_those_of_the_registry():
+    assert strategies.names() == STRATEGIES
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ([], ""),
+        ([3], "3"),
+        ([0, 1], "0-1"),
+        ([5, 0, 2, 1], "0-2, 5"),
+        ([1, 3, 5, 6, 7], "1, 3, 5-7"),
+    ],
+)
+def test_ranges(found, words):
+    assert ranges(found) == words
+
+
+def test_every_variable_in_the_source_is_known_and_documented():
+    root = Path(__file__).parents[1]
+    found = set()
+    for file in (root / "src").rglob("*.py"):
+        found |= set(re.findall(r"\bSHERD_[A-Z]+(?:_[A-Z]+)*\b", file.read_text()))
+    assert found == set(VARIABLES)
+    page = (root / "docs" / "running.md").read_text()
+    for name, meaning in VARIABLES.items():
+        assert f"| `{name}` | {meaning} |" in page, name
+
+
+def test_misspelt_variables_are_named():
+    assert misspelt(["SHERD_TIMEOUT", "HOME", "SHERD_TIMOUT", "SHERD_QQ"]) == [
+        "SHERD_QQ is not known; docs/running.md lists the variables",
+        "SHERD_TIMOUT is not known; did you mean SHERD_TIMEOUT?",
+    ]
+
+
+def test_what_deserves_a_warning(monkeypatch):
+    monkeypatch.setattr(checks, "available_memory", lambda: 8 * checks.RANK_BYTES)
+    monkeypatch.setattr(checks, "cores", lambda: 2)
+    monkeypatch.setattr(os, "environ", {})
+    assert checks.warnings_at_start(4) == []
+    crowded, starved = checks.warnings_at_start(9)
+    assert crowded.startswith("9 ranks on 2 cores take turns")
+    assert starved.startswith("9 ranks need 1.8 GiB for torch alone, and 1.6 GiB are free")
+
+
+def test_auto_is_a_rank_per_core_up_to_eight(monkeypatch):
+    for cores, ranks in ((1, 1), (6, 6), (64, 8)):
+        monkeypatch.setattr(options, "cores", lambda cores=cores: cores)
+        assert options.rank_count("auto") == ranks
+
+
 def test_version(capfd):
     with pytest.raises(SystemExit) as end:
         main(["--version"])
@@ -151,6 +261,23 @@ def test_run_starts_ranks_and_passes_on_their_arguments(here):
     for note in notes(here):
         assert note["arguments"] == ["pass", "SIGUSR1", "SIGHUP"]
         assert int(note["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def test_torchruns_spellings_and_warnings_and_the_strategy(here, monkeypatch):
+    (here / "echo.py").write_text("import os; print(os.environ['RANK'], os.environ['SHERD_STRATEGY'])")
+    monkeypatch.setenv("SHERD_TIMOUT", "3")
+    count = 2 * len(os.sched_getaffinity(0)) + 1
+    spelt = ["--nproc_per_node", str(count), "--nnodes", "1", "--node_rank", "0", "--standalone"]
+    spelt += ["--master_port", "12345"]
+    result = sherd("run", *spelt, "--strategy", "zero1", "echo.py")
+    plain = [line.rpartition("] ")[2] for line in result.stdout.splitlines()]
+    assert (result.returncode, sorted(plain, key=lambda line: int(line.split()[0]))) == (
+        0,
+        [f"{rank} zero1" for rank in range(count)],
+    )
+    warnings = [line for line in result.stderr.splitlines() if "warning" in line]
+    assert warnings[0] == "sherd run: warning: SHERD_TIMOUT is not known; did you mean SHERD_TIMEOUT?"
+    assert warnings[1].startswith(f"sherd run: warning: {count} ranks on ")
 
 
 def test_run_takes_a_module_of_this_directory_and_keeps_omp_num_threads(here, monkeypatch):
@@ -191,13 +318,13 @@ def test_the_first_rank_to_fail_is_named_after_its_own_traceback(here):
     result = sherd("run", "-n", "3", str(here / "rank_script.py"), "raise")
     assert result.returncode == 1
     traceback, *summary = re.split(r"^(?=sherd run: )", result.stderr, flags=re.MULTILINE)
-    assert traceback.startswith("Traceback (most recent call last):")
+    assert traceback.startswith("[rank 1] Traceback (most recent call last):")
     assert traceback.count("Traceback") == 1
     assert traceback.endswith("ValueError: the weather is bad\n")
     assert re.fullmatch(
         r"sherd run: rank 1 failed first \(pid \d+\): exit code 1; what it wrote is above\n", summary[0]
     )
-    assert summary[1:] == ["sherd run: after it, rank 0, 2: ended by SIGTERM\n"]
+    assert summary[1:] == ["sherd run: after it, ranks 0, 2: ended by SIGTERM\n"]
 
 
 def test_a_killed_rank_is_named_with_its_signal(here):

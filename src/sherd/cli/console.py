@@ -50,6 +50,11 @@ class Console:
         self._drawn: list[int] = []  # the widths of the lines that are on the screen now
         self._bars: list[Writer] = []
 
+    @staticmethod
+    def bare(line: str) -> str:
+        """Without colours."""
+        return _CONTROL.sub("", line)
+
     def is_terminal(self, stream: int) -> bool:
         return os.isatty(stream)
 
@@ -153,10 +158,12 @@ class Console:
             self._drawn = []
         yield
         if self._frame and self._unfinished.get(TERMINAL) is None:
-            bars = [_cropped((writer.prefix + writer.bar).decode(errors="replace"), columns) for writer in self._bars]
+            bars = [
+                self.bare((writer.prefix + writer.bar).decode(errors="replace"))[: columns - 1] for writer in self._bars
+            ]
             lines = [*bars, *self._frame]
             self._write(STDOUT, "".join(f"{line}\n" for line in lines).encode())
-            self._drawn = [_width(line) for line in lines]
+            self._drawn = [len(self.bare(line)) for line in lines]
 
     def _end_line(self) -> None:
         if writer := self._unfinished.get(TERMINAL):
@@ -197,11 +204,3 @@ def _columns() -> int:
         return os.get_terminal_size(STDOUT).columns or 80
     except OSError:
         return 80
-
-
-def _width(line: str) -> int:
-    return len(_CONTROL.sub("", line))
-
-
-def _cropped(line: str, columns: int) -> str:
-    return _CONTROL.sub("", line)[: columns - 1]

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 import typer
 
 from sherd.errors import Unsupported
@@ -32,6 +31,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
 
 
 def _machine() -> Facts:
+    import psutil
+
     memory = psutil.virtual_memory()
     return {
         "python": platform.python_version(),

@@ -26,9 +26,10 @@ from sherd.cli.watching import watched
 from sherd.errors import ConfigError
 
 POLL_SECONDS = 0.1
-GRACE_SECONDS = 30.0  # for the other machines to end by themselves once one has failed: they tell each other why
+LONG_GRACE_SECONDS = 30.0  # for the other machines to end by themselves once one has failed: they tell each other why
 STOP_SECONDS = 25.0  # for machines that are told to end; ranks have ten of them before they are killed
-SSH_FAILED = 255
+SSH_FAILED, BAD_INPUT = 255, 2
+GRACE_SECONDS = {SSH_FAILED: 0.0, BAD_INPUT: 5.0}  # a machine that has not come to the meeting has told nobody
 
 
 class Machine:
@@ -67,7 +68,7 @@ class Machine:
                 self._ssh.stdin.close()
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        if self._ssh.poll() is None:  # or its number may be that of another process by now
             os.killpg(self._ssh.pid, signal.SIGKILL)
         self._ssh.wait()
 
@@ -137,7 +138,7 @@ def _watch(machines: list[Machine]) -> int:
                 machine.settle()
                 if status == SSH_FAILED:
                     say(f"ssh to {machine.name} failed, or the connection was lost (status {SSH_FAILED})")
-                end = min(end or float("inf"), time.monotonic() + (0.0 if status == SSH_FAILED else GRACE_SECONDS))
+                end = min(end or float("inf"), time.monotonic() + GRACE_SECONDS.get(status, LONG_GRACE_SECONDS))
         if end is not None and time.monotonic() >= end:
             _stop(running, signal.SIGTERM)
             break

@@ -20,8 +20,7 @@ MOST_BYTES = 1 << 16
 # torch's own hook writes "[rank1]: " before every line.
 _OWN_PREFIX = re.compile(rb"^\[rank\d+\]:[ ]?")
 _BEGIN = re.compile(rb"(?:\[rank\d+\]:[ ]?)?Traceback \(most recent call last\):")
-_FRAME = re.compile(rb"\s|\[rank\d+\]:\s|$")
-_BETWEEN = (b"During handling of the above exception", b"The above exception was the direct cause")
+_FRAME = re.compile(rb"\s|$")
 _DIFFERS = re.compile(rb"0x[0-9a-f]+|(?i:\b(ranks?|pid|process|port)\W{0,3}\d+(?:(?:, |-| and )\d+)*)|:\d{4,5}\b")
 
 Print = Callable[[int, Sequence[bytes]], None]  # a rank, and lines of its stderr
@@ -106,7 +105,8 @@ def exception_of(lines: Sequence[bytes]) -> bytes:
     """The type and text of the last exception of a traceback, without what differs from rank to rank."""
     last = max(index for index, line in enumerate(lines) if _BEGIN.match(line))
     frames = last + 1
-    while frames < len(lines) and _FRAME.match(lines[frames]):
+    bare = [_OWN_PREFIX.sub(b"", line) for line in lines]
+    while frames < len(lines) and _FRAME.match(bare[frames]):
         frames += 1
-    text = b"".join(_OWN_PREFIX.sub(b"", line) for line in lines[frames:])
+    text = b"".join(bare[frames:])
     return _DIFFERS.sub(b"#", text).strip()

@@ -12,6 +12,7 @@ VARIABLES = {
     "SHERD_EVENTS": "a directory: ranks write their events there; `sherd run --events` sets it",
     "SHERD_HOST": "the name of this host, where ranks of one machine are to count as several hosts",
     "SHERD_KEEP_FREED_MEMORY": "1: the `sherd` backend of torch.distributed keeps freed memory for the next call",
+    "SHERD_LAYERS": "1: events have norms and update ratios per layer; `sherd run --layers` sets it",
     "SHERD_SPIN": "0: ranks that wait sleep at once, because other programs need the cores",
     "SHERD_STRATEGY": "the strategy of every `distribute` that names none; `sherd run --strategy` sets it",
     "SHERD_TIMEOUT": "seconds that a rank waits for the others in a call, see `sherd.CommOptions`",
@@ -28,5 +29,8 @@ def misspelt(environ: Iterable[str]) -> list[str]:
 
 
 def _about(name: str) -> str:
-    close = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.6)
-    return f"{name} is not known; " + (f"did you mean {close[0]}?" if close else "docs/running.md lists the variables")
+    # Without what all of them begin with, or any two would be close.
+    known = [each.removeprefix(PREFIX) for each in VARIABLES]
+    close = difflib.get_close_matches(name.removeprefix(PREFIX), known, n=1, cutoff=0.6)
+    hint = f"did you mean {PREFIX}{close[0]}?" if close else "docs/running.md lists the variables"
+    return f"{name} is not known; {hint}"
