@@ -171,6 +171,13 @@ def test_a_curve_has_at_most_2000_points_and_its_extremes(folders):
     assert max(shown) == pytest.approx(max(values))
 
 
+def test_plots_side_by_side_have_the_same_scale(folders):
+    for title in PER_RUN - {"By rank"}:
+        one, other = [panel for panel in panels_of(*folders) if panel.title == title]
+        assert one.layout[one.numbers]["range"] == other.layout[other.numbers]["range"]
+        assert one.layout[one.numbers]["range"][1] == max(one.top, other.top)
+
+
 def test_what_is_not_finite_is_a_gap(tmp_path):
     stream = EventStream(tmp_path, 0)
     stream.emit("run.start", world=1)
@@ -338,4 +345,5 @@ def test_numbers_as_people_read_them():
     assert [of_number(n) for n in (None, 1.47218, 3e-7)] == ["\N{EN DASH}", "1.472", "3.000e-07"]
     assert of_ranks([5, 0, 1, 2]) == "0-2, 5"
     assert byte_ticks(100 << 20)["ticktext"][:3] == ["0", "20 MiB", "40 MiB"]
+    assert byte_ticks(1.9 * (1 << 20))["ticktext"] == ["0", "0.5 MiB", "1 MiB", "1.5 MiB", "2 MiB"]
     json.dumps(byte_ticks(0.0))

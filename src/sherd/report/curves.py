@@ -44,12 +44,17 @@ def figures(runs: Sequence[Run]) -> list[Panel]:
 
 def throughput(runs: Sequence[Run]) -> Panel | None:
     """Tokens per second where every run tells them, else samples."""
-    tokens = all(any(row.tokens_per_second for row in run.record.steps) for run in runs)
+    tokens = tells_tokens(runs)
     unit = "tokens" if tokens else "samples"
     data = _curves(
         runs, f"{unit}/s", lambda row: row.tokens_per_second if tokens else row.samples_per_second, smooth=True
     )
     return _panel(f"{unit.capitalize()} per second", "All ranks together.", data, axis(rangemode="tozero"), log=True)
+
+
+def tells_tokens(runs: Sequence[Run]) -> bool:
+    """Whether every run told its tokens, so that they can be compared by them."""
+    return all(any(row.tokens_per_second for row in run.record.steps) for run in runs)
 
 
 def step_time(runs: Sequence[Run]) -> Panel | None:
@@ -126,7 +131,9 @@ def _curves(
         traces.append(raw)
         if soft:
             raw |= {"opacity": 0.35}
-            line = _trace(run, rows, smoothed(values, len(rows) / 100), label, {"color": run.colour, "width": 2.2})
+            line = _trace(
+                run, rows, smoothed(values, max(len(rows) / 100, 4)), label, {"color": run.colour, "width": 2.2}
+            )
             traces.append(line | {"hoverinfo": "skip", "meta": {**line["meta"], "smooth": True}})
     return traces
 
@@ -161,8 +168,13 @@ def usual_range(values: Sequence[float]) -> dict[str, Any]:
     """An axis from zero to above all but the rarest: a first step that builds everything would flatten the rest."""
     if not values:
         return {"rangemode": "tozero"}
+    return {"range": [0, usual_top(values)]}
+
+
+def usual_top(values: Sequence[float]) -> float:
+    """A little above all values but the rarest."""
     usual = sorted(values)[min(int(len(values) * 0.98), len(values) - 1)]
-    return {"range": [0, usual * 1.2]} if usual * 1.5 < max(values) else {"rangemode": "tozero"}
+    return max(values) * 1.05 if max(values) <= usual * 1.5 else usual * 1.2
 
 
 def finite(value: float | None) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sherd.report import curves, layers, stacks
-from sherd.report.panels import Panel, Run, Section
+from sherd.report.panels import Panel, Run, Section, byte_ticks
 
 MOST_COLUMNS = 3
 
@@ -46,4 +46,15 @@ def _there(panels: Sequence[Panel | None]) -> list[Panel]:
 
 def _each(runs: Sequence[Run], *makers: Callable[[Run], Panel | None]) -> list[Panel]:
     """One plot after the other, each of them for all runs."""
-    return _there([make(run) for make in makers for run in runs])
+    return [panel for make in makers for panel in _comparable(_there([make(run) for run in runs]))]
+
+
+def _comparable(panels: list[Panel]) -> list[Panel]:
+    """The same plot of several runs, with the same scale: what is twice as long is twice as much."""
+    tops = [panel.top for panel in panels if panel.top]
+    if len(tops) < 2:
+        return panels
+    for panel in panels:
+        ticks = byte_ticks(max(tops)) if panel.in_bytes else {}
+        panel.layout[panel.numbers] |= {"range": [0, max(tops)], **ticks}
+    return panels

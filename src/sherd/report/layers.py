@@ -1,4 +1,4 @@
-"""Layers over time, for runs that were asked to tell of them: a row per layer, dark where the number is large."""
+"""Layers over time, for runs that were asked to tell of them: a row per layer, strong where the number is large."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sherd.observe.rows import LayerFigures
 from sherd.report.panels import Panel, Run, axis
 
 COLUMNS = 400
-SCALE = [[0, "#e9eef6"], [0.5, "#6d9be6"], [1, "#1d3f86"]]
+SCALE = [[0, "rgba(61,116,214,0.05)"], [1, "rgba(61,116,214,1)"]]  # the least is hardly there, in light and dark
 
 
 def norms(run: Run) -> Panel | None:

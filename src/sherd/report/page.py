@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
 
 from sherd.observe.messages import Message, TextSample
+from sherd.report.curves import tells_tokens
 from sherd.report.panels import Panel, Run, Section
 from sherd.report.summary import details, key_figures, state, subtitle
 from sherd.report.wording import UNKNOWN, counted, of_ranks
@@ -81,25 +82,22 @@ def _header(title: str, runs: Sequence[Run]) -> str:
 
 
 def _tiles(run: Run) -> str:
-    tiles = [f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in _figures(run)]
+    told = key_figures(run.record, tells_tokens([run]))
+    tiles = [f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in told.items()]
     return f'<dl class="tiles">{"".join(tiles)}</dl>'
 
 
 def _comparison(runs: Sequence[Run]) -> str:
-    names = list(dict.fromkeys(name for run in runs for name, _ in _figures(run)))
+    figures = [key_figures(run.record, tells_tokens(runs)) for run in runs]
+    names = list(dict.fromkeys(name for told in figures for name in told))
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     lines = []
-    for run in runs:
-        told = dict(_figures(run))
+    for run, told in zip(runs, figures, strict=True):
         word, style = state(run.record)
         cells = "".join(f"<td>{escape(told.get(name, UNKNOWN))}</td>" for name in names)
         name = f'{_swatch(run)}<b>{escape(run.label)}</b> <span class="state {style}">{word}</span>'
         lines.append(f"<tr><th>{name}<small>{escape(subtitle(run.record))}</small></th>{cells}</tr>")
     return f'<div class="scroll"><table class="runs"><tr><th></th>{head}</tr>{"".join(lines)}</table></div>'
-
-
-def _figures(run: Run) -> Iterable[tuple[str, str]]:
-    return key_figures(run.record).items()
 
 
 def _section(section: Section, numbers: dict[int, int], runs: int) -> str:
@@ -179,7 +177,7 @@ def _details(runs: Sequence[Run]) -> str:
 
 
 def _plot(panel: Panel) -> dict[str, Any]:
-    return {"data": panel.data, "layout": panel.layout, "timed": panel.timed}
+    return {"data": panel.data, "layout": panel.layout, "timed": panel.timed, "own": panel.run is not None}
 
 
 def _json(value: Any) -> str:

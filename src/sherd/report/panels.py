@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sherd.observe.runs import RunRecord
-from sherd.report.wording import of_bytes
+from sherd.report.wording import BYTE_UNITS
 
 RUNS = ("#3d74d6", "#e07b39", "#2a9d8f", "#b3589a", "#8c8a2f", "#7a6fd0", "#c94f5d", "#4f8f4f")
 PHASE_COLOURS = {
@@ -25,6 +25,7 @@ KIND_COLOURS = {
     "optimizer state": "#4faa8b",
     "buckets": "#b58ac9",
 }
+STEPS = (0.25, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 SPARE = ("#8fb8ea", "#e0674c", "#a9adb5", "#8c8a2f", "#c7a17a", "#7aa6a1")
 
 
@@ -50,6 +51,9 @@ class Panel:
     log: bool = False
     timed: bool = False
     run: Run | None = None  # of one run, where several are compared
+    numbers: str = "yaxis"  # the axis that has the numbers
+    top: float | None = None  # where that axis should end, so that plots side by side can have the same one
+    in_bytes: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,17 +72,14 @@ def axis(title: str = "", **more: Any) -> dict[str, Any]:
 
 def byte_ticks(largest: float) -> dict[str, Any]:
     """Ticks at round numbers of KiB, MiB or GiB: plotly's own are powers of ten."""
-    if largest <= 0:
+    if largest < 1:
         return {}
-    unit = 1 << 10 * int(math.log(max(largest / 4, 1), 1 << 10))
-    step = next(size for size in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if size * unit * 6 >= largest)
-    values = [number * step * unit for number in range(int(largest / (step * unit)) + 2)]
-    return {"tickmode": "array", "tickvals": values, "ticktext": [of_ticks(value) for value in values]}
-
-
-def of_ticks(count: float) -> str:
-    """Bytes in whole numbers of a unit."""
-    return "0" if not count else of_bytes(count).replace(".00 ", " ").replace(".0 ", " ")
+    power = min(int(math.log2(largest)) // 10, len(BYTE_UNITS) - 1)
+    unit = 1 << 10 * power
+    step = next((size for size in STEPS if size * unit * 6 >= largest), STEPS[-1])
+    counts = [number * step for number in range(int(largest / (step * unit)) + 2)]
+    texts = [f"{count:g} {BYTE_UNITS[power]}" if count else "0" for count in counts]
+    return {"tickmode": "array", "tickvals": [count * unit for count in counts], "ticktext": texts}
 
 
 def colours_of(names: Iterable[str], known: dict[str, str]) -> dict[str, str]:

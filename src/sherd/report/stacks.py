@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sherd.observe.rows import PHASES, StepRow
-from sherd.report.curves import finite, usual_range
+from sherd.report.curves import finite, usual_top
 from sherd.report.panels import KIND_COLOURS, PHASE_COLOURS, Panel, Run, axis, byte_ticks, colours_of
 from sherd.report.thinning import thinned
 from sherd.report.wording import of_bytes, of_seconds
@@ -38,9 +38,10 @@ def phases_over_time(run: Run) -> Panel | None:
         }
         for phase, colour in _phase_colours(rows).items()
     ]
-    y = axis(tickformat=".3~s", ticksuffix="s", **usual_range([sum(row.seconds.values()) for row in rows]))
+    top = usual_top([sum(row.seconds.values()) for row in rows])
+    y = axis(tickformat=".3~s", ticksuffix="s", range=[0, top])
     layout = {"xaxis": axis("step"), "yaxis": y, "hovermode": "x unified"}
-    return Panel("Step by step", "Mean over ranks.", data, layout, timed=True, run=run)
+    return Panel("Step by step", "Mean over ranks.", data, layout, timed=True, run=run, top=top)
 
 
 def phases_by_rank(run: Run) -> Panel | None:
@@ -146,7 +147,8 @@ def _bars(
         "hovermode": "closest",
     }
     height = 70 + 36 * max(len(bars), 3) if lying else 300
-    return Panel(title, note, data, layout, run=run, height=height)
+    side = "xaxis" if lying else "yaxis"
+    return Panel(title, note, data, layout, height, run=run, numbers=side, top=largest * 1.05, in_bytes=unit == "B")
 
 
 def _phase_colours(rows: Sequence[StepRow]) -> dict[str, str]:

@@ -41,14 +41,12 @@ def subtitle(record: RunRecord) -> str:
     return ", ".join(parts)
 
 
-def key_figures(record: RunRecord) -> dict[str, str]:
-    """The numbers that people compare runs by."""
+def key_figures(record: RunRecord, tokens: bool) -> dict[str, str]:
+    """The numbers that people compare runs by. The rate is in tokens, or in samples."""
     rows = list(record.steps)
     _, losses = record.steps.column("loss")
     _, durations = record.steps.column("duration")
-    _, tokens = record.steps.column("tokens_per_second")
-    _, samples = record.steps.column("samples_per_second")
-    rates, unit = (tokens, "Tokens/s") if tokens else (samples, "Samples/s")
+    _, rates = record.steps.column("tokens_per_second" if tokens else "samples_per_second")
     shares = [row.communication_share for row in rows]
     known = [share for share in shares if share is not None]
     hosts = [sum(kinds.values()) for row in rows for kinds in row.host_memory.values()]
@@ -56,8 +54,8 @@ def key_figures(record: RunRecord) -> dict[str, str]:
         "Steps": f"{len(rows):,}",
         "Time": of_seconds(record.end_time - record.start_time) if record.end_time and record.start_time else UNKNOWN,
         "Last loss": of_number(losses[-1]) if losses else UNKNOWN,
-        "Step": of_seconds(_median(durations)) if durations else UNKNOWN,
-        unit: of_count(_median(rates)) if rates else UNKNOWN,
+        "Median step": of_seconds(_median(durations)) if durations else UNKNOWN,
+        "Tokens/s" if tokens else "Samples/s": of_count(_median(rates)) if rates else UNKNOWN,
         "Communication": of_share(sum(known) / len(known)) if known else UNKNOWN,
         "Memory of a host": of_bytes(max(hosts)) if hosts else UNKNOWN,
     }
@@ -78,7 +76,8 @@ def details(record: RunRecord) -> dict[str, str]:
         "Started": _moment(record.start_time),
         "Command": shlex.join(map(str, start["command"])) if start.get("command") else "",
         "Strategy": str(start.get("strategy") or ""),
-        "Options": ", ".join(f"{name}={value!r}" for name, value in options.items()) or ("defaults" if start else ""),
+        "Its options": _named(start.get("strategy_options") or {}),
+        "Options": _named(options) or ("defaults" if start else ""),
         "World": f"{counted(record.world, 'rank')}, {start.get('transport') or 'unknown'} transport",
         "Hosts": "; ".join(hosts),
         "Threads": f"{start['threads']} per rank" if start.get("threads") else "",
@@ -96,6 +95,10 @@ def details(record: RunRecord) -> dict[str, str]:
 
 
 VERSIONS = {"sherd": "sherd", "torch": "torch", "python": "Python"}
+
+
+def _named(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def _model(model: Mapping[str, Any]) -> str:

@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable
 
 KIBI = 1024
+BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 UNKNOWN = "\N{EN DASH}"
 
 
 def of_bytes(count: float) -> str:
     """1536 is "1.5 KiB"."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-    power = min(int(math.log(count, KIBI)), len(units) - 1) if count >= 1 else 0
-    return f"{_three_digits(count / KIBI**power)} {units[power]}"
+    power = min(int(math.log2(count)) // 10, len(BYTE_UNITS) - 1) if count >= 1 else 0
+    return f"{_three_digits(count / KIBI**power)} {BYTE_UNITS[power]}"
 
 
 def of_seconds(seconds: float) -> str:

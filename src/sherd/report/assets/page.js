@@ -27,6 +27,10 @@
     return low < high ? [low, high] : [low - 0.5, high + 0.5];
   };
 
+  // Plots of all runs have the same range, so that a look down the page compares the same steps.
+  const shared = plots.filter((plot) => plot.timed && !plot.own);
+  const rangeOf = (plot, x) => extent((plot.own ? [plot] : shared).flatMap((each) => each.data.map(x)));
+
   const layoutOf = (plot) => {
     const theme = themed();
     const family = getComputedStyle(document.body).fontFamily;
@@ -38,7 +42,7 @@
       font: { family, color: theme.text, size: 12 },
       hoverlabel: theme.hover,
       ...plot.layout,
-      xaxis: { ...axisOf(plot.layout.xaxis), ...(plot.timed ? { range: extent(plot.data.map((trace) => trace.x)) } : {}) },
+      xaxis: { ...axisOf(plot.layout.xaxis), ...(plot.timed ? { range: rangeOf(plot, (trace) => trace.x) } : {}) },
       yaxis: axisOf(plot.layout.yaxis),
     };
   };
@@ -51,10 +55,10 @@
     axis = wanted;
     plots.forEach((plot, number) => {
       if (!plot.timed) return;
-      const times = plot.data.map((trace) => trace.meta.time.map((each) => each / second));
-      const x = axis === "time" ? times : plot.data.map((trace) => trace.x);
+      const xOf = (trace) => (axis === "time" ? trace.meta.time.map((each) => each / second) : trace.x);
+      const x = plot.data.map(xOf);
       const title = axis === "time" ? unit + " since the start" : "step";
-      Plotly.update(element(number), { x }, { "xaxis.title.text": title, "xaxis.range": extent(x) });
+      Plotly.update(element(number), { x }, { "xaxis.title.text": title, "xaxis.range": rangeOf(plot, xOf) });
     });
     for (const button of document.querySelectorAll("[data-axis]")) {
       button.setAttribute("aria-pressed", String(button.dataset.axis === axis));
