@@ -141,7 +141,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = options.add_argument
     add("--strategy", default="zero3", help="ddp, zero1, zero2 or zero3 (default: %(default)s)")
-    add("--steps", type=int, default=1400, help="updates of the model (default: %(default)s)")
+    add("--steps", type=int, default=1600, help="updates of the model (default: %(default)s)")
     add("--corpus", type=Path, metavar="FILE|DIR", help="text to learn from (default: Python's standard library)")
     add("--batch", type=int, default=8, help="sequences per rank and step (default: %(default)s)")
     add("--length", type=int, default=64, help="bytes of a sequence (default: %(default)s)")
