@@ -2,23 +2,30 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-RANKS ?= 2
+READY_TO_TRAIN := .venv/.ready-to-train
+RANKS ?= auto
+ARGS ?=
 
-.PHONY: help train test test-isa lint unit fuzz docs bench-collectives bench-training bench-memory bench-backend bench-cluster bench-edits clean
+.PHONY: help train test test-isa lint unit fuzz docs bench-collectives bench-training bench-memory bench-backend bench-cluster bench-edits bench-resnet clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
 
-$(READY): pyproject.toml constraints.txt
+# What the package and its report need, and nothing else: the first command should train as soon as it can.
+$(READY_TO_TRAIN): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,test]'
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[report,live]'
+	touch $@
+
+$(READY): $(READY_TO_TRAIN)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,test,report,live]'
 # Not in an extra: what timm depends on brings a torchvision for CUDA. The tests need its optimizers only.
 	$(BIN)/python -m pip install --quiet --no-deps 'timm>=1.0.20'
 	touch $@
 
-train: $(READY) ## train a small GPT on RANKS (2) ranks of this machine
-	$(BIN)/sherd run -n $(RANKS) examples/gpt.py
+train: $(READY_TO_TRAIN) ## train a small GPT on RANKS ranks (one per core, at most 8), and write a report; ARGS: more options
+	$(BIN)/sherd train gpt --ranks $(RANKS) $(ARGS)
 
 test: lint unit ## linters, types, layers and all tests
 
@@ -62,6 +69,9 @@ bench-cluster: $(READY) ## sherd and torch's own on two hosts with 1 Gbit/s betw
 
 bench-edits: $(READY) ## what looking for edits of parameters costs a step without any
 	$(BIN)/python -m benchmarks.edits
+
+bench-resnet: $(READY) ## ResNet-50 on 2 and 4 ranks, and in one process on one core and on all
+	$(BIN)/python -m benchmarks.resnet
 
 clean: ## remove the environment and every cache
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build src/*.egg-info

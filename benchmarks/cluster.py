@@ -101,7 +101,9 @@ def measure(hosts: Hosts, names: list[str], arguments: argparse.Namespace) -> No
     console = Console(width=130, highlight=False)
     place = OnHosts(hosts, count, per_host)
     run = Run(count * per_host, size, arguments.timeout, console, place)
-    measured = interleave(run, names, arguments.rounds, arguments.steps, arguments.workloads)
+    measured = interleave(
+        run, names, arguments.rounds, arguments.steps, {name: WORKLOADS[name] for name in arguments.workloads}
+    )
     where = f"{count} hosts x {per_host} ranks on {len(os.sched_getaffinity(0))} cores, {megabits} Mbit/s"
     tables = []
     for workload, by_name in measured.items():

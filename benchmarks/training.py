@@ -28,7 +28,7 @@ import random
 import re
 import signal
 import statistics
-from collections.abc import Iterable
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -83,7 +83,7 @@ class Run:
 
 
 def interleave(
-    run: Run, names: list[str], rounds: int, steps: int, workloads: Iterable[str] = WORKLOADS
+    run: Run, names: list[str], rounds: int, steps: int, workloads: Mapping[str, tuple[int, int]] = WORKLOADS
 ) -> dict[str, dict[str, Measured]]:
     """Measurements by workload and contender."""
     measured = {workload: {name: Measured() for name in names} for workload in workloads}
@@ -96,7 +96,7 @@ def interleave(
             for workload in measured:
                 for name in order.sample(list(run.groups), len(run.groups)):
                     try:
-                        _turn(run.groups[name], workload, steps, measured[workload][name])
+                        _turn(run.groups[name], workloads[workload], steps, measured[workload][name])
                     except GroupFailed as failure:
                         run.drop(name, failure)
     for by_name in measured.values():
@@ -105,8 +105,7 @@ def interleave(
     return measured
 
 
-def _turn(group: Group, workload: str, steps: int, measured: Measured) -> None:
-    shape = WORKLOADS[workload]
+def _turn(group: Group, shape: tuple[int, int], steps: int, measured: Measured) -> None:
     peak = group.train_weighed(Train(*shape, steps=1))
     before = group.place.sent()
     trained = group.train(Train(*shape, steps=steps))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +24,7 @@ from torch.optim import AdamW, Optimizer
 from benchmarks.gpt import Gpt, cross_entropy
 
 RATE = 3e-4
+CORES = len(os.sched_getaffinity(0))
 Step = Callable[[Tensor, Tensor], Tensor]  # a batch in, its loss out; the model was updated
 
 
@@ -99,6 +101,7 @@ class Contender:
     connected: bool = True  # its ranks have a process group
     backend: str = "gloo"  # of that group
     whole: bool = False  # one process trains on what all ranks of the others see, with as many threads
+    threads: int | None = None  # or with so many
     package: str = "torch"  # imported before its memory is counted
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -121,6 +124,8 @@ def _of_sherd(strategy: str) -> Contender:
 
 CONTENDERS = {
     "single": Contender("single process", _alone, connected=False, whole=True),
+    "one-core": Contender("one process, one core", _alone, connected=False, whole=True, threads=1),
+    "all-cores": Contender("one process, all cores", _alone, connected=False, whole=True, threads=CORES),
     "unconnected": Contender("unconnected (the limit)", _alone, connected=False),
     "torch-ddp": Contender("torch DDP", _torch_ddp),
     "torch-zero": Contender("torch ZeroRedundancy", _torch_zero),
@@ -149,5 +154,5 @@ def chosen(names: Iterable[str]) -> list[str]:
 
 
 def of_training() -> list[str]:
-    """All but those that are about the backend: `benchmarks.backend` has these."""
-    return [key for key, contender in CONTENDERS.items() if contender.backend == "gloo"]
+    """All but those that `benchmarks.backend` and `benchmarks.resnet` have for themselves."""
+    return [key for key, contender in CONTENDERS.items() if contender.backend == "gloo" and contender.threads is None]

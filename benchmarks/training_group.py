@@ -62,7 +62,7 @@ class Group:
         for variables in self.place.meeting_point(1 if self.contender.whole else self.ranks):
             self._start(variables)
         ranks = range(len(self.pipes))
-        self._ask([Join(self.name, rank, self.ranks, self.place.host_of(rank)) for rank in ranks])
+        self._ask([Join(self.name, rank, self.ranks, self.place.host_of(rank), self.size) for rank in ranks])
         self.bytes_joined = self.weigh()
         self.parameters = self._ask_all(Build(self.size))[0]
         self.bytes_built = self.weigh()
@@ -116,7 +116,8 @@ class Group:
 
     def _start(self, variables: dict[str, str]) -> None:
         here, there = Pipe()
-        threads = {"OMP_NUM_THREADS": str(self.ranks if self.contender.whole else 1)}
+        own = self.contender.threads or (self.ranks if self.contender.whole else 1)
+        threads = {"OMP_NUM_THREADS": str(own)}
         environment = os.environ | threads | variables | self.contender.environment
         self.pipes.append(here)
         self.processes.append(

@@ -13,13 +13,15 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.gpt import ALPHABET, SIZES, Gpt, Size, batch
 from benchmarks.training_contenders import CONTENDERS, Step
@@ -38,6 +40,7 @@ class Join:
     rank: int
     ranks: int  # as many as the other contenders have: a single process takes the data of all
     host: Host | None  # where it is to be, if not here
+    size: str  # of the model that it will build
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Build:
 
 @dataclass(frozen=True)
 class Train:
+    """Some steps; of a network for images, `sequences` are images and `tokens` their pixels in each direction."""
+
     sequences: int
     tokens: int
     steps: int
@@ -75,24 +80,30 @@ class Rank:
         self.sees = range(join.ranks) if self.contender.whole else (join.rank,)
         self.steps = 0
         self.step: Step
+        self.batch: Callable[..., tuple[Tensor, Tensor]] = batch
         if join.host is not None:
             from benchmarks.training_place import move_to  # it has sherd: contenders of one machine have not
 
             move_to(join.host)
         importlib.import_module(self.contender.package)
+        self.images: Any = None if join.size in SIZES else importlib.import_module("benchmarks.images")
         if self.contender.connected:
             dist.init_process_group(self.contender.backend)
         _warm_up()
 
     def build(self, command: Build) -> int:
         torch.manual_seed(0)  # the same weights on every rank of every contender
-        model = Gpt(SIZES[command.size])
-        parameters = sum(p.numel() for p in model.parameters())
+        model: Any = Gpt(SIZES[command.size]) if self.images is None else self.images.model()
+        if self.images is not None:
+            self.batch = self.images.batch
+        parameters: int = sum(p.numel() for p in model.parameters())
         self.step = self.contender.build(model)
         return parameters
 
     def train(self, command: Train) -> Trained:
-        batches = [batch(self.sees, self.steps + i, command.sequences, command.tokens) for i in range(command.steps)]
+        batches = [
+            self.batch(self.sees, self.steps + i, command.sequences, command.tokens) for i in range(command.steps)
+        ]
         self.steps += command.steps
         times, losses = [time.perf_counter()], []
         for x, y in batches:

@@ -19,6 +19,7 @@ from sherd.cli.doctor import doctor
 from sherd.cli.options import normalised
 from sherd.cli.report import report
 from sherd.cli.run import run
+from sherd.cli.train import train
 from sherd.errors import SherdError
 
 BAD_INPUT = 2
@@ -29,6 +30,8 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 # A script's own options follow it, so parsing stops at the first word that is not an option.
 app.command(context_settings={"allow_interspersed_args": False, "token_normalize_func": normalised})(run)
 app.command()(doctor)
+# As with run; an option in the place of the recipe is answered by the command itself.
+app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(train)
 app.command()(report)
 
 
