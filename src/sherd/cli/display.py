@@ -39,7 +39,7 @@ def figures(record: RunRecord, now: float) -> Figures:
     """Of the last steps of a run."""
     rows = record.steps[-RECENT:]
     last = rows[-1] if rows else None
-    total = (record.start or {}).get("total_steps")
+    total = record.total_steps
     speed = _per_second(rows, [1] * len(rows))
     done = last.step + 1 if last else 0
     left = (total - done) / speed if total and speed else None

@@ -32,6 +32,7 @@ FLUSH_BYTES = 1 << 16
 FLUSH_NS = 1_000_000_000
 
 _JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -216,9 +217,9 @@ def _cut_torn_line(file: int) -> None:
 def _encode(line: dict[str, Any]) -> bytes:
     try:
         try:
-            text = _JSON.encode(line)
-        except ValueError:  # a number that JSON does not know, which is rare: looking for one takes as long as encoding
-            text = _JSON.encode(_leaves(line, _to_json))
+            text = _ENCODER.encode(line)
+        except ValueError:  # a number that JSON does not know: rare, and finding it takes longer than all the rest
+            text = _ENCODER.encode(_leaves(line, _to_json))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"event {line['kind']!r}: {error}; give plain numbers, such as loss.item()") from None
     return text.encode() + b"\n"
