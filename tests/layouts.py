@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from sherd.engine import Entry, Placement, Region, Segment, ShardLayout
+from sherd.layout import Entry, Placement, Region, Segment, ShardLayout
 
 Slices = dict[tuple[int, int], np.ndarray]
 """The slice of each (bucket, owner)."""

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn, optim
 
 from sherd.comm.handle import Done
-from sherd.engine import Entry, ShardLayout
 from sherd.engine.optimizer_shard import OptimizerShard
+from sherd.layout import Entry, ShardLayout
 
 LOOP, FOREACH, FUSED = {"foreach": False}, {"foreach": True}, {"fused": True}
 SGD_ALL = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from tests.layouts import layouts
 
-from sherd.engine import Entry, Placement, ShardLayout
 from sherd.errors import ConfigError
+from sherd.layout import Entry, Placement, ShardLayout
 
 
 @settings(max_examples=80, deadline=None)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.layouts import BUCKET_NUMELS, PADDING, WORLDS, arrays, cut, elements, layouts, models
 
 from sherd.comm.summation import SummationTree
-from sherd.engine import BLOCK, ITEMSIZE, Entry, Placement, ShardLayout, padded
 from sherd.errors import ConfigError
+from sherd.layout import BLOCK, ITEMSIZE, Entry, Placement, ShardLayout, padded
 
 quick = settings(max_examples=80, deadline=None)
 BLOCKWISE = (Placement.FLAT, Placement.LAYER)

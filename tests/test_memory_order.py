@@ -11,8 +11,8 @@ from torch import nn
 
 import sherd
 from sherd import ConfigError, Diverged
-from sherd.engine import Entry, ShardLayout
-from sherd.engine.entry import memory_order
+from sherd.layout import Entry, ShardLayout
+from sherd.layout.entry import memory_order
 
 
 @given(

@@ -12,9 +12,9 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sherd.comm.solo import SoloCommunicator
-from sherd.engine import Entry, ShardLayout
 from sherd.engine.optimizer_shard import OptimizerShard
 from sherd.errors import ConfigError
+from sherd.layout import Entry, ShardLayout
 
 
 def pair(case=ADAMW, shapes=((7, 150), (3,)), world=2):

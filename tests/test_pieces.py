@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.layouts import BUCKET_NUMELS, WORLDS, models
 
-from sherd.engine import BLOCK, Entry, Placement, ShardLayout
-from sherd.engine.pieces import PADDING, cut_by_slice, cut_whole, largest_by_slice, largest_whole
 from sherd.errors import ConfigError
+from sherd.layout import BLOCK, Entry, Placement, ShardLayout
+from sherd.layout.pieces import PADDING, cut_by_slice, cut_whole, largest_by_slice, largest_whole
 
 quick = settings(max_examples=50, deadline=None)
 SLOTS = st.sampled_from([1, 255, 256, 257, 700, 1024, 1300, 4096, 1 << 22])

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.layouts import SHAPES, allowed, elements
 
-from sherd.engine import BLOCK, Placement, Region, padded, regions
-from sherd.engine.placement import share, sharer
 from sherd.errors import ConfigError
+from sherd.layout import BLOCK, Placement, Region, padded, regions
+from sherd.layout.placement import share, sharer
 
 quick = settings(max_examples=150, deadline=None)
 

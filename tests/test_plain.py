@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from sherd.comm.plain import NUMBERS, NotPlain, dumps, loads
-from sherd.engine.entry import ITEMSIZE
 from sherd.errors import CommError
+from sherd.layout.entry import ITEMSIZE
 
 DTYPES = (*ITEMSIZE, "float8_e8m0fnu")
 DEVICES = ("cpu", "cuda:1", "meta", "cuda")

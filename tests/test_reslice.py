@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.layouts import PADDING, Slices, arrays, cut, empty_slices, models, relayouts
 
-from sherd.engine import Entry, Move, Placement, ShardLayout, moves
 from sherd.errors import ConfigError
+from sherd.layout import Entry, Move, Placement, ShardLayout, moves
 
 quick = settings(max_examples=100, deadline=None)
 

@@ -17,7 +17,7 @@ from tests.training_helpers import STRATEGIES, connected
 from torch import nn
 
 import sherd
-from sherd.engine.entry import ALIGNMENT, Entry, dense_strides, memory_order
+from sherd.layout.entry import ALIGNMENT, Entry, dense_strides, memory_order
 
 PRIVATE = sherd.ZeRO(stage=2, share_host_memory=False)
 GATHERED = sherd.ZeRO(stage=3, share_host_memory=False)

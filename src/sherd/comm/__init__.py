@@ -22,9 +22,9 @@ from sherd.comm.counters import Count, Counters
 from sherd.comm.handle import Handle, Together
 from sherd.comm.host.communicator import HostCommunicator
 from sherd.comm.solo import SoloCommunicator
-from sherd.comm.summation import SummationTree
 from sherd.config import CommOptions
 from sherd.errors import CodecFailed
+from sherd.layout.tree import SummationTree
 
 __all__ = [
     "Backing",

@@ -28,9 +28,10 @@ from sherd.comm.counters import Counters
 from sherd.comm.handle import CopyBack, Handle
 from sherd.comm.objects import ObjectCall
 from sherd.comm.seal import Seal
-from sherd.comm.summation import SummationTree, check_reduction
+from sherd.comm.summation import check_reduction
 from sherd.config import CommOptions
 from sherd.errors import ConfigError, Unsupported
+from sherd.layout.tree import SummationTree
 
 if TYPE_CHECKING:
     from typing_extensions import Self

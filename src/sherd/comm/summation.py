@@ -1,7 +1,4 @@
-"""The order in which contributions are added, and the adding itself.
-
-Floating-point sums depend on their order, so the order is part of the layout: rank order inside *groups* of G
-consecutive ranks, then group order. Every transport adds by the same tree, hence every transport gives the same bits.
+"""Adding contributions in the order of the summation tree, which every transport does, hence each gives the same bits.
 
 Half-precision contributions are added in fp32 and rounded once at the end of a group: a group's partial sum is what
 travels between hosts, and it travels in the dtype of the contributions (its *wire* dtype).
@@ -11,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from sherd.comm.codec import Codec
 from sherd.errors import ConfigError, Unsupported, nearest
+from sherd.layout.tree import SummationTree
 
 # Partial sums of more than two contributions are kept in blocks that stay in a core's own cache: 32 Ki fp32 elements
 # are 128 KiB. Whole-tensor passes re-read the running sum from memory once per rank.
@@ -40,28 +37,6 @@ REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "or": torch.bitwise_or,
     "xor": torch.bitwise_xor,
 }
-
-
-@dataclass(frozen=True)
-class SummationTree:
-    """Rank order inside groups of `group` consecutive ranks, then group order."""
-
-    world: int
-    group: int
-
-    def __post_init__(self) -> None:
-        if self.world < 1:
-            raise ConfigError(f"a summation tree needs at least one rank, got world={self.world}")
-        if not 1 <= self.group <= self.world:
-            raise ConfigError(
-                f"the summation tree of {self.world} ranks cannot have groups of {self.group}; "
-                f"write group=1 to {self.world} (the default is the number of ranks per host)"
-            )
-
-    @cached_property
-    def groups(self) -> tuple[range, ...]:
-        """The ranks of each group, in the order in which they are added."""
-        return tuple(range(g, min(g + self.group, self.world)) for g in range(0, self.world, self.group))
 
 
 def one_phase(nbytes: int, codec: Codec | None) -> bool:

@@ -1,10 +1,6 @@
 """The engine: what happens to a gradient between autograd and the next forward.
 
-The shard layout comes first and is pure arithmetic: `placement` and `entry` (what is divided, and how), `packing` (what
-shares a bucket), `slicing` (how a bucket is cut), `description` (the layout as plain data), `layout` (all of it; the
-nouns are defined there), `reslice` (from one layout to another) and `pieces` (how a bucket goes through a slot).
-
-Then the way of a gradient: `inventory` (what a model consists of), `trained` (which of it is trained), `choices` (what
+The way of a gradient: `inventory` (what a model consists of), `trained` (which of it is trained), `choices` (what
 a strategy decides), `backward` (when a round begins and ends), `intake` (autograd's hook), `collector` (what has
 arrived), `flat`, `ring`, `gradients` and `whole_gradients` (how it is reduced), `norms` and `measured`, `window`
 (accumulation), `agreement` (what ranks tell each other), `settings` and `watch` (what must be the same on all of them),
@@ -19,29 +15,3 @@ Some stores keep slices and gather parameters while they are used: `pages` (memo
 is used next), `apart`, `gathering` (what is whole, and for how long), `on_use` (how use is noticed), `transforms`,
 `gathered_store` and `host_gathered_store`.
 """
-
-from __future__ import annotations
-
-from sherd.engine.entry import ITEMSIZE, Entry
-from sherd.engine.layout import BUCKET_NUMEL, Block, ShardLayout
-from sherd.engine.placement import BLOCK, Placement, Region, padded, regions
-from sherd.engine.reslice import Move, moves
-from sherd.engine.slicing import Bucket, Place, Segment
-
-__all__ = [
-    "BLOCK",
-    "BUCKET_NUMEL",
-    "ITEMSIZE",
-    "Block",
-    "Bucket",
-    "Entry",
-    "Move",
-    "Place",
-    "Placement",
-    "Region",
-    "Segment",
-    "ShardLayout",
-    "moves",
-    "padded",
-    "regions",
-]

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from sherd.comm import Communicator, labelled
-from sherd.engine.entry import dtype_name
 from sherd.engine.inventory import Inventory
 from sherd.engine.stores import unexpand
 from sherd.errors import Diverged
+from sherd.layout.entry import dtype_name
 
 Form = tuple[str, tuple[int, ...]] | None
 """A buffer's dtype and shape; None where nothing is registered."""

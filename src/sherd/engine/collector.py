@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sherd.comm import labelled
 from sherd.engine.gradients import RingGradients
-from sherd.engine.layout import ShardLayout
+from sherd.layout.shard_layout import ShardLayout
 
 MAX_WAITING = 8
 """How many complete buckets may wait for their turn."""

@@ -29,7 +29,6 @@ from sherd.engine.gradients import RingGradients
 from sherd.engine.host_gathered_store import HostGatheredStore
 from sherd.engine.host_store import HostStore
 from sherd.engine.inventory import Inventory
-from sherd.engine.layout import ShardLayout
 from sherd.engine.mesh import Mesh
 from sherd.engine.restore import tensors_as_they_are
 from sherd.engine.rounds import Rounds
@@ -38,6 +37,7 @@ from sherd.engine.torn import Torn
 from sherd.engine.trained import Trained
 from sherd.engine.watch import Watch
 from sherd.errors import Diverged, SherdError
+from sherd.layout.shard_layout import ShardLayout
 
 log = logging.getLogger("sherd")
 

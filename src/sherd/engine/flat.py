@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
-from sherd.engine.slicing import Bucket
+from sherd.layout.slicing import Bucket
 
 
 def numel_by_dtype(buckets: Iterable[Bucket], size: Callable[[Bucket], int]) -> dict[str, int]:

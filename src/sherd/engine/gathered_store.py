@@ -12,14 +12,14 @@ from sherd.comm import Communicator, Handle, labelled
 from sherd.engine import page_map
 from sherd.engine.apart import unnoticed
 from sherd.engine.checksum import checksum
-from sherd.engine.entry import dtype_of
 from sherd.engine.flat import carve, numel_by_dtype
 from sherd.engine.gathering import Gathering
 from sherd.engine.on_use import gather_on_use
 from sherd.engine.pages import Pages, make_pages
-from sherd.engine.slicing import Bucket
 from sherd.engine.stores import ParameterStore
 from sherd.engine.transforms import watch_transforms
+from sherd.layout.entry import dtype_of
+from sherd.layout.slicing import Bucket
 
 _numbers: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
 """How many models each communicator's ranks have distributed, which they do in the same order."""

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from sherd.comm import Communicator, Handle
-from sherd.engine.entry import ITEMSIZE, dtype_of
 from sherd.engine.flat import carve, numel_by_dtype, with_own_storage
-from sherd.engine.layout import ShardLayout
-from sherd.engine.pieces import PADDING, Piece, cut_by_slice, largest_by_slice
 from sherd.engine.ring import SLOTS, Ring
 from sherd.engine.rooms import Room, Rooms
-from sherd.engine.slicing import Bucket
+from sherd.layout.entry import ITEMSIZE, dtype_of
+from sherd.layout.pieces import PADDING, Piece, cut_by_slice, largest_by_slice
+from sherd.layout.shard_layout import ShardLayout
+from sherd.layout.slicing import Bucket
 
 MAX_UNDER_WAY = 32
 MAX_ON_THE_WAY = 2 * SLOTS

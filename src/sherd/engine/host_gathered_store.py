@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from sherd.comm import Handle
-from sherd.engine.entry import dtype_of
 from sherd.engine.gathered_store import GatheredStore
 from sherd.engine.pages import AliasPages, Pages
-from sherd.engine.slicing import Bucket
+from sherd.layout.entry import dtype_of
+from sherd.layout.slicing import Bucket
 
 
 class HostGatheredStore(GatheredStore):

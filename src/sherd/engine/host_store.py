@@ -19,10 +19,10 @@ from torch import Tensor
 from sherd.comm.host.memory import PAGE
 from sherd.engine import page_map
 from sherd.engine.copy_on_write import CopyOnWrite
-from sherd.engine.entry import dtype_name
 from sherd.engine.flat import carve
-from sherd.engine.layout import ShardLayout
 from sherd.engine.stores import FlatStore, by_index
+from sherd.layout.entry import dtype_name
+from sherd.layout.shard_layout import ShardLayout
 
 log = logging.getLogger("sherd")
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from sherd.comm import Communicator
-from sherd.engine.entry import ITEMSIZE, Entry, dtype_name, memory_order
-from sherd.engine.placement import padded
 from sherd.errors import ConfigError, Diverged
+from sherd.layout.entry import ITEMSIZE, Entry, dtype_name, memory_order
+from sherd.layout.placement import padded
 
 LARGEST_BUCKET_BYTES = 2 << 20
 """The fastest of 0.5 to 8 MB: smaller ones cost more calls, larger ones leave the cache before they are reduced."""

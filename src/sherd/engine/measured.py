@@ -8,8 +8,8 @@ from torch import Tensor
 
 from sherd.comm import Communicator
 from sherd.engine.gradients import RingGradients
-from sherd.engine.layout import ShardLayout
 from sherd.engine.norms import BlockNorms
+from sherd.layout.shard_layout import ShardLayout
 
 
 class Measured:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from sherd.comm import Communicator
-from sherd.engine.layout import ShardLayout
-from sherd.engine.placement import BLOCK
+from sherd.layout.placement import BLOCK
+from sherd.layout.shard_layout import ShardLayout
 
 
 class BlockNorms:

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sherd.comm.base import Communicator
-from sherd.engine.layout import ShardLayout
 from sherd.engine.optimizer_state import Chunk, cut_chunks, cut_state, gather_state, state_bytes
 from sherd.errors import ConfigError
+from sherd.layout.shard_layout import ShardLayout
 
 CHUNK_NUMEL = 256 * 1024
 """Elements stepped at once. Parameter, gradient, two moments and a temporary of 256Ki floats are 5 MB and stay in the

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sherd.comm.base import Communicator
-from sherd.engine.entry import Entry
-from sherd.engine.layout import ShardLayout
-from sherd.engine.placement import BLOCK, Placement, padded
-from sherd.engine.slicing import Bucket
 from sherd.errors import ConfigError
+from sherd.layout.entry import Entry
+from sherd.layout.placement import BLOCK, Placement, padded
+from sherd.layout.shard_layout import ShardLayout
+from sherd.layout.slicing import Bucket
 
 State = dict[Any, Any]
 """What an optimizer keeps for one tensor, by key."""

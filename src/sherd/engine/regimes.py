@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sherd.engine.placement import BLOCK
+from sherd.layout.placement import BLOCK
 
 CUTS = (BLOCK, 3 * BLOCK)
 """Between blocks, where layouts cut: fused kernels round the last elements, those that fill no vector, in another way

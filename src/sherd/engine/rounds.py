@@ -20,17 +20,17 @@ from sherd.engine.agreement import Report, agree, agree_on_edits
 from sherd.engine.apart import unnoticed
 from sherd.engine.choices import AccumulateAt, Choices, Gradients
 from sherd.engine.collector import Collector
-from sherd.engine.entry import dtype_name
 from sherd.engine.grad_access import GatheredGrads, GradAccess, NativeGrads
 from sherd.engine.gradients import RingGradients
 from sherd.engine.intake import Intake
-from sherd.engine.layout import ShardLayout
 from sherd.engine.measured import Measured
 from sherd.engine.trained import Trained
 from sherd.engine.watch import Watch
 from sherd.engine.whole_gradients import ReplicatedGradients, WholeGradients
 from sherd.engine.window import Weights, Window
 from sherd.errors import ConfigError, SherdError
+from sherd.layout.entry import dtype_name
+from sherd.layout.shard_layout import ShardLayout
 
 _KINDS: dict[Gradients, type[RingGradients]] = {
     Gradients.REPLICAS: ReplicatedGradients,

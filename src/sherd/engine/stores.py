@@ -17,11 +17,11 @@ from torch import Tensor
 
 from sherd.comm import Handle
 from sherd.engine.checksum import checksum
-from sherd.engine.entry import dtype_of
 from sherd.engine.flat import carve, numel_by_dtype, with_own_storage
-from sherd.engine.layout import ShardLayout
 from sherd.engine.mesh import Mesh
 from sherd.engine.trained import Trained
+from sherd.layout.entry import dtype_of
+from sherd.layout.shard_layout import ShardLayout
 
 
 class ParameterStore(ABC):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from sherd.engine.inventory import Inventory
-from sherd.engine.layout import ShardLayout
+from sherd.layout.shard_layout import ShardLayout
 
 
 class Trained:

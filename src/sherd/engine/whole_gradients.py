@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from sherd.comm import Handle
-from sherd.engine.entry import dtype_name, dtype_of
 from sherd.engine.flat import numel_by_dtype, with_own_storage
 from sherd.engine.gradients import Reduction, RingGradients
-from sherd.engine.layout import ShardLayout
-from sherd.engine.pieces import Piece, cut_whole, largest_whole
-from sherd.engine.placement import BLOCK, padded
 from sherd.engine.rooms import Room
-from sherd.engine.slicing import Bucket
+from sherd.layout.entry import dtype_name, dtype_of
+from sherd.layout.pieces import Piece, cut_whole, largest_whole
+from sherd.layout.placement import BLOCK, padded
+from sherd.layout.shard_layout import ShardLayout
+from sherd.layout.slicing import Bucket
 
 
 class WholeGradients(RingGradients):

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from sherd.comm.c10d.wire import Wire
 from sherd.comm.codec import Codec, decoded, encode
-from sherd.comm.summation import SummationTree, combine
+from sherd.comm.summation import combine
+from sherd.layout.tree import SummationTree
 
 Steps = Generator[dist.Work, None, None]
 Pair = tuple[Tensor, Tensor]

@@ -23,8 +23,9 @@ from sherd.comm.c10d.wire import Transfer, Wire
 from sherd.comm.cluster.spares import Spares
 from sherd.comm.codec import Codec, decoded, encode
 from sherd.comm.faults import LinkBroken
-from sherd.comm.summation import SummationTree, combine
+from sherd.comm.summation import combine
 from sherd.errors import CommError
+from sherd.layout.tree import SummationTree
 
 TAGS = 2
 """How many an operation has: the pieces of a large exchange take turns."""

@@ -9,8 +9,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sherd.engine.entry import Entry
-from sherd.engine.placement import Placement, padded
+from sherd.layout.entry import Entry
+from sherd.layout.placement import Placement, padded
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from sherd.engine.placement import BLOCK
-from sherd.engine.slicing import Bucket, FlatBucket
 from sherd.errors import ConfigError
+from sherd.layout.placement import BLOCK
+from sherd.layout.slicing import Bucket, FlatBucket
 
 PADDING = -1
 

@@ -23,8 +23,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from sherd.engine.entry import Entry
-from sherd.engine.placement import BLOCK, Placement, Region, Split, flat_region, padded, share, sharer, slice_size
+from sherd.layout.entry import Entry
+from sherd.layout.placement import BLOCK, Placement, Region, Split, flat_region, padded, share, sharer, slice_size
 
 
 class Segment(NamedTuple):

@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sherd.comm.summation import SummationTree
-from sherd.engine.entry import Entry
-from sherd.engine.packing import Packed
-from sherd.engine.placement import BLOCK, Placement
 from sherd.errors import ConfigError, nearest
+from sherd.layout.entry import Entry
+from sherd.layout.packing import Packed
+from sherd.layout.placement import BLOCK, Placement
+from sherd.layout.tree import SummationTree
 
 VERSION = 1
 

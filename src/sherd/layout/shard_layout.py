@@ -30,13 +30,13 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from sherd.comm.summation import SummationTree
-from sherd.engine.description import Description, describe, read
-from sherd.engine.entry import ITEMSIZE, Entry
-from sherd.engine.packing import Holders, Packed, pack
-from sherd.engine.placement import BLOCK, Placement
-from sherd.engine.slicing import Bucket, FlatBucket, LayerBucket, Place, Segment, SplitBucket
 from sherd.errors import ConfigError, nearest
+from sherd.layout.description import Description, describe, read
+from sherd.layout.entry import ITEMSIZE, Entry
+from sherd.layout.packing import Holders, Packed, pack
+from sherd.layout.placement import BLOCK, Placement
+from sherd.layout.slicing import Bucket, FlatBucket, LayerBucket, Place, Segment, SplitBucket
+from sherd.layout.tree import SummationTree
 
 BUCKET_NUMEL = 4 * 1024 * 1024
 

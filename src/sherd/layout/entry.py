@@ -10,8 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from sherd.engine.placement import Placement, Split
 from sherd.errors import ConfigError, nearest
+from sherd.layout.placement import Placement, Split
 
 ITEMSIZE = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),

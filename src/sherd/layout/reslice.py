@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from sherd.engine.layout import ShardLayout
-from sherd.engine.slicing import Segment
 from sherd.errors import ConfigError
+from sherd.layout.shard_layout import ShardLayout
+from sherd.layout.slicing import Segment
 
 
 class Move(NamedTuple):

@@ -1,0 +1,32 @@
+"""The shard layout: where every element of every parameter lies. Pure arithmetic, without torch.distributed.
+
+`placement` and `entry` (what is divided, and how), `packing` (what shares a bucket), `slicing` (how a bucket is cut),
+`tree` (the order of sums), `description` (the layout as plain data), `shard_layout` (all of it; the nouns are defined
+there), `reslice` (from one layout to another) and `pieces` (how a bucket goes through a slot).
+"""
+
+from __future__ import annotations
+
+from sherd.layout.entry import ITEMSIZE, Entry
+from sherd.layout.placement import BLOCK, Placement, Region, padded, regions
+from sherd.layout.reslice import Move, moves
+from sherd.layout.shard_layout import BUCKET_NUMEL, Block, ShardLayout
+from sherd.layout.slicing import Bucket, Place, Segment
+
+__all__ = [
+    "BLOCK",
+    "BUCKET_NUMEL",
+    "ITEMSIZE",
+    "Block",
+    "Bucket",
+    "Entry",
+    "Move",
+    "Place",
+    "Placement",
+    "Region",
+    "Segment",
+    "ShardLayout",
+    "moves",
+    "padded",
+    "regions",
+]
