@@ -18,8 +18,8 @@ from torch import Tensor
 
 from sherd import observe
 from sherd.api.training import Training
-from sherd.engine.placement import BLOCK
-from sherd.engine.slicing import Segment
+from sherd.layout.placement import BLOCK
+from sherd.layout.slicing import Segment
 
 log = logging.getLogger("sherd")
 
