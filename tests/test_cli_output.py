@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.test_cli import PATIENCE, SHERD, here, sherd
 
-from sherd.cli.output import output_of
-from sherd.cli.pieces import Pieces
+from sherd.cli.output.forwarding import output_of
+from sherd.cli.output.pieces import Pieces
+from sherd.cli.output.tracebacks import Tracebacks, exception_of
 from sherd.cli.request import Showing
-from sherd.cli.tracebacks import Tracebacks, exception_of
 
 __all__ = ["here"]  # the fixture
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tests.test_cli import PATIENCE, SHERD, free_port, here, notes, ranks_alive, sherd, wait_for
 
-from sherd.cli import attendance
-from sherd.cli.remote import Host, Remote, command_for
+from sherd.cli.machines import attendance
+from sherd.cli.machines.remote import Host, Remote, command_for
 from sherd.cli.request import Showing
 from sherd.cli.words import TOKEN
 from sherd.comm import seal

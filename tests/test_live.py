@@ -11,11 +11,12 @@ import pytest
 from tests.test_cli import SHERD, here, sherd
 from tests.test_cli_output import in_terminal
 
-from sherd.cli import curve as curves
-from sherd.cli import messages, watching
-from sherd.cli.console import STDERR, STDOUT, Console, Writer
-from sherd.cli.curve import curve, thinned
-from sherd.cli.display import figures, frame, in_words
+from sherd.cli import messages
+from sherd.cli.output import curve as curves
+from sherd.cli.output import watching
+from sherd.cli.output.console import STDERR, STDOUT, Console, Writer
+from sherd.cli.output.curve import curve, thinned
+from sherd.cli.output.display import figures, frame, in_words
 from sherd.observe.events import Event
 from sherd.observe.runs import Follower, RunRecord, load
 

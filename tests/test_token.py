@@ -15,7 +15,7 @@ import pytest
 from tests.test_cli import SHERD, here, sherd, wait_for
 
 import sherd as library
-from sherd.cli.token import set_token
+from sherd.cli.machines.token import set_token
 from sherd.errors import ConfigError
 
 __all__ = ["here"]  # the fixture

@@ -1,10 +1,8 @@
 """The `sherd` command.
 
-`run` and `doctor` parse. Behind `run`, in the order in which a run goes: `options`, `request`, `checks`, `start`,
-`token`, `rendezvous` (machines find each other at an `endpoint`, take their `seat`, and write on a `board`), `launcher`
-(starts `ranks`, each through `tied`, and listens for `news` of other machines), `messages`. What ranks write goes
-through `output` (`pieces`, `tracebacks`) to the `console`; their events are read by `watching` and drawn by `display`
-and `curve`. `hosts` and `remote` start all this on other machines, and are heard there by `attendance`.
+`run`, `train`, `report` and `doctor` parse. Behind `run`, in the order in which a run goes: `options`, `request`,
+`checks`, `start`, `machines` (of the run, how they meet), `launcher` (starts `ranks`, each through `tied`), `output`
+(what the user sees), `messages`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import signal
 import time
 
 from sherd.cli import messages
-from sherd.cli.news import Newsroom
+from sherd.cli.machines.news import Newsroom
 from sherd.cli.ranks import POLL_SECONDS, Ranks
 from sherd.cli.stopping import Stopped
 

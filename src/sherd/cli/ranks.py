@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sherd.cli import tied
-from sherd.cli.output import Output
-from sherd.cli.rendezvous import Meeting
+from sherd.cli.machines.rendezvous import Meeting
+from sherd.cli.output.forwarding import Output
 from sherd.comm.network import IFNAME
 from sherd.ranks.watch import describe_exit
 

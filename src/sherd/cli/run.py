@@ -64,8 +64,8 @@ def run(
     if hosts is not None:
         if nnodes > 1 or node_rank > 0:
             raise ConfigError("--hosts starts every machine itself; leave out --nnodes and --node-rank")
-        from sherd.cli.hosts import run_on_hosts
-        from sherd.cli.remote import Remote
+        from sherd.cli.machines.hosts import run_on_hosts
+        from sherd.cli.machines.remote import Remote
 
         check_strategy(strategy)
         remote = Remote.of(hosts, ranks, ssh, python, master_addr, master_port, wait, token_file)

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator
 from typing import NoReturn
 
-from sherd.cli.attendance import attend
+from sherd.cli.machines.attendance import attend
 from sherd.cli.messages import say, speak_as
 from sherd.cli.request import Request
 from sherd.cli.stopping import STOPPING, Stopped, signals_raise
@@ -32,11 +32,11 @@ def _launch(request: Request) -> int:
     # what is no concern of the user (a name that is not found), and for what we say ourselves.
     with _environ("TORCH_CPP_LOG_LEVEL", "ERROR"):
         from sherd.cli.launcher import run_ranks
-        from sherd.cli.news import Newsroom
-        from sherd.cli.output import output_of
+        from sherd.cli.machines.news import Newsroom
+        from sherd.cli.machines.rendezvous import meet, meet_alone
+        from sherd.cli.machines.token import set_token
+        from sherd.cli.output.forwarding import output_of
         from sherd.cli.ranks import Ranks
-        from sherd.cli.rendezvous import meet, meet_alone
-        from sherd.cli.token import set_token
 
     seal = set_token(request.token_file, request.machines)
     try:

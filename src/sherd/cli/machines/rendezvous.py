@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from torch.distributed import DistError
 
-from sherd.cli import endpoint
-from sherd.cli.board import HELLO, OFF, PLAN, Board, News
+from sherd.cli.machines import endpoint
+from sherd.cli.machines.board import HELLO, OFF, PLAN, Board, News
+from sherd.cli.machines.seat import Seat, Seats
 from sherd.cli.messages import say
 from sherd.cli.request import Request
-from sherd.cli.seat import Seat, Seats
 from sherd.comm import network
 from sherd.comm.reports import printable
 from sherd.comm.seal import TOKEN, Seal

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from torch.distributed import DistError
 
-from sherd.cli.board import PLAN, Board, News
+from sherd.cli.machines.board import PLAN, Board, News
 from sherd.comm.reports import printable
 from sherd.errors import ConfigError
 

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from sherd.cli.console import STDOUT, Console
 from sherd.cli.messages import say
+from sherd.cli.output.console import STDOUT, Console
 from sherd.cli.request import Showing
 from sherd.observe.rows import StepRow
 from sherd.observe.runs import Follower, RunRecord
@@ -48,7 +48,7 @@ class Frame:
         self._console = console
 
     def show(self, record: RunRecord) -> None:
-        from sherd.cli.display import frame
+        from sherd.cli.output.display import frame
 
         size = os.get_terminal_size(STDOUT)
         latest = record.steps[-1].t if record.steps else 0.0
@@ -77,7 +77,7 @@ class Lines:
             self._say(record)
 
     def _say(self, record: RunRecord) -> None:
-        from sherd.cli.display import figures, in_words
+        from sherd.cli.output.display import figures, in_words
 
         self._due = time.monotonic() + LINE_SECONDS
         self._said = len(record.steps)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch.distributed import DistError
 
-from sherd.cli.board import FAULT, OFF, News
-from sherd.cli.rendezvous import Meeting
+from sherd.cli.machines.board import FAULT, OFF, News
+from sherd.cli.machines.rendezvous import Meeting
 from sherd.comm.reports import printable
 
 HEAR_SECONDS = 0.2  # between two looks at the board

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch.distributed import DistError, TCPStore
 
-from sherd.cli.board import ANSWER, connected
+from sherd.cli.machines.board import ANSWER, connected
 from sherd.comm import network
 from sherd.errors import ConfigError
 from sherd.machine import unreachable

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from sherd.cli.curve import curve
+from sherd.cli.output.curve import curve
 from sherd.cli.words import ranges
 from sherd.observe.rows import PHASES, StepRow
 from sherd.observe.runs import RunRecord

@@ -16,13 +16,13 @@ import time
 from collections.abc import Sequence
 
 from sherd.cli.checks import check_directories
-from sherd.cli.console import STDERR, STDOUT, Console, Writer
+from sherd.cli.machines.remote import Remote, command_for
 from sherd.cli.messages import said_by, say
-from sherd.cli.pieces import Pieces
-from sherd.cli.remote import Remote, command_for
+from sherd.cli.output.console import STDERR, STDOUT, Console, Writer
+from sherd.cli.output.pieces import Pieces
+from sherd.cli.output.watching import watched
 from sherd.cli.request import Showing
 from sherd.cli.stopping import STOPPING, Stopped, signals_raise
-from sherd.cli.watching import watched
 from sherd.errors import ConfigError
 
 POLL_SECONDS = 0.1

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from sherd.cli import messages
-from sherd.cli.console import STDERR, STDOUT, Console, Writer
-from sherd.cli.pieces import Pieces
+from sherd.cli.output.console import STDERR, STDOUT, Console, Writer
+from sherd.cli.output.pieces import Pieces
+from sherd.cli.output.tracebacks import Tracebacks
+from sherd.cli.output.watching import watched
 from sherd.cli.request import Showing
-from sherd.cli.tracebacks import Tracebacks
-from sherd.cli.watching import watched
 
 READ_BYTES = 1 << 16
 UNFINISHED_SECONDS = 0.1  # after which a terminal shows a line that has begun: it may be a question
