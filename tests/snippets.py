@@ -3,6 +3,7 @@
 A block says how it is to be run in an HTML comment right before it:
 
     <!-- not run: reason -->      it cannot be run here, and why
+    <!-- from: path -->           it is a part of that file, which has a test of its own
     <!-- continues -->            it goes on where the last block of the page ended, with the same names
     <!-- setup                    Python that readers do not see, run before the next block
     class Net: ...
@@ -43,6 +44,7 @@ class Block:
     setup: str = ""
     continues: bool = False
     not_run: str | None = None  # the reason; "" is none
+    file: str | None = None  # that it is a part of
 
     @property
     def place(self) -> str:
@@ -55,7 +57,7 @@ def blocks_of(path: Path) -> list[Block]:
     for found in _FENCE.finditer(text):
         code = "".join(line.removeprefix(found["indent"]) for line in found["code"].splitlines(keepends=True))
         line = text.count("\n", 0, found.start("code")) + 1
-        setup, continues, not_run = "", False, None
+        setup, continues, not_run, file = "", False, None, None
         before = text[: found.start()]
         while comment := _COMMENT.search(before):
             said = comment[1].rpartition("<!--")[2].strip()
@@ -66,9 +68,12 @@ def blocks_of(path: Path) -> list[Block]:
                 continues = True
             elif said.startswith("not run"):
                 not_run = said.removeprefix("not run").lstrip(":").strip()
+            elif said.startswith("from:"):
+                file = said.removeprefix("from:").strip()
             else:
                 break
-        blocks.append(Block(str(path.relative_to(ROOT)), line, found["language"], code, setup, continues, not_run))
+        page = str(path.relative_to(ROOT))
+        blocks.append(Block(page, line, found["language"], code, setup, continues, not_run, file))
     return blocks
 
 
@@ -76,7 +81,7 @@ def chains_of(blocks: list[Block]) -> list[list[Block]]:
     """Python blocks that are to be run, each with those that continue it."""
     chains: list[list[Block]] = []
     for block in blocks:
-        if block.language == "python" and block.not_run is None:
+        if block.language == "python" and block.not_run is None and block.file is None:
             if block.continues and chains:
                 chains[-1].append(block)
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 import sys
 import threading
 
@@ -247,7 +248,7 @@ def test_a_run_that_is_watched_without_a_terminal(here, monkeypatch):
     chosen = ["--events", "events", "--csv", "new/run.csv", "--strategy", "zero1"]
     result = sherd("run", "-n", "2", "--live", *chosen, "train.py")
     assert (result.returncode, sorted(result.stdout.splitlines())) == (0, ["[rank 1] done", "done"]), result.stderr
-    assert [line for line in result.stderr.splitlines() if line.startswith("sherd run: step 80, loss")]
+    assert re.search(r"^sherd run: step \d+, loss", result.stderr, re.MULTILINE)  # how many have fitted into 10 s
     with (here / "new" / "run.csv").open() as file:
         assert [row["step"] for row in csv.DictReader(file)] == [str(step) for step in range(80)]
     assert sorted(path.name for path in (here / "events").iterdir()) == [

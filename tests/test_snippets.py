@@ -19,6 +19,7 @@ from tests.snippets import PAGES, ROOT, Block, blocks_of, chains_of
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 CHAINS = [chain for page in PAGES for chain in chains_of(blocks_of(page))]
+PARTS = [block for block in BLOCKS if block.file is not None]
 SHELL = [block for block in BLOCKS if block.language in ("sh", "bash", "console")]
 OURS = re.compile(r"(?:\.venv/bin/)?sherd|python3? -m sherd")
 
@@ -68,6 +69,15 @@ def test_python(runner, chain):
     if problem := runner(chain):
         blocks = "\n".join(f"--- {block.place}\n{block.code}" for block in chain)
         pytest.fail(f"{chain[0].place}: the block {problem}\n{blocks}", pytrace=False)
+
+
+@pytest.mark.parametrize("block", PARTS, ids=lambda block: block.place)
+def test_parts_of_files(block):
+    """Line by line, whatever the indentation in the file."""
+    file = [line.strip() for line in (ROOT / block.file).read_text().splitlines()]
+    lines = [line.strip() for line in block.code.splitlines()]
+    starts = [number for number, line in enumerate(file) if line == lines[0]]
+    assert any(file[n : n + len(lines)] == lines for n in starts), f"{block.place} shows what is not in {block.file}"
 
 
 # ---------------------------------------------------------------- the shell

@@ -34,11 +34,8 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        for last in (
-            self.out,
-            self.down,
-        ):  # a block begins as the identity: deeper models start as well as shallow ones
-            nn.init.zeros_(last.weight)
+        for last in (self.out, self.down):
+            nn.init.zeros_(last.weight)  # a block begins as the identity: deeper models start as well as shallow ones
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
