@@ -1,4 +1,5 @@
-# An image for training on CPUs: docker build -t sherd . && docker run --rm sherd train gpt --steps 50
+# An image for training on CPUs; runs/ then has the report:
+#   docker build -t sherd . && docker run --rm -v "$PWD/runs:/home/trainer/runs" sherd train gpt --steps 50
 #
 # No --shm-size is needed. Docker gives a container 64 MB of /dev/shm, and sherd uses none of it: ranks share memory
 # through memfd, which has no file and counts against the container's memory limit alone.
@@ -17,7 +18,7 @@ RUN pip install --no-cache-dir --constraint constraints.txt ${TORCH_INDEX:+--ext
 
 COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
-RUN pip install --no-cache-dir --constraint constraints.txt '.[report]'
+RUN pip install --no-cache-dir --constraint constraints.txt '.[report,live]'
 
 # Ranks need no privileges.
 RUN useradd --create-home trainer
