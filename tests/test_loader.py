@@ -370,7 +370,7 @@ def as_batches(rows):
         ({"batch_size": 2, "num_workers": 2, "in_order": False, "drop_last": True}, [2, 2]),
         ({"batch_size": None, "sampler": AtOnce(5)}, [1] * 5),
         ({"batch_sampler": [[0], [1, 2, 3]]}, [1, 3]),
-        ({"batch_size": None, "sampler": [(0, 3), (1, 2), (4, 0)]}, [1] * 3),
+        ({"batch_size": None, "sampler": ["0", "11", "222"]}, [1] * 3),
     ],
 )
 def test_a_world_of_one_counts_batches_and_changes_none(options, counts):
