@@ -223,9 +223,8 @@ def test_main_first_may_be_nested(ranks, tmp_path):
 
 
 def slow_on_another_host():
-    os.environ["SHERD_HOST"] = f"host-{os.environ['RANK']}"
-    options = CommOptions(timeout=3.0, warn_after=0.3)
-    sherd.distribute(network(), strategy="ddp", comm=options)
+    os.environ |= {"SHERD_HOST": f"host-{os.environ['RANK']}", "SHERD_TIMEOUT": "3"}
+    assert process.communicator().hosts == [[0], [1]]
     with pytest.raises(Exception) as caught, sherd.main_first():
         if sherd.rank() == 0:
             raise FileNotFoundError("no such file: corpus.txt")
