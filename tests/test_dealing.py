@@ -7,6 +7,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from sherd.data import share
 from sherd.data.dealing import deal, deal_whole, groups, iterations, part, share_of
@@ -82,25 +83,42 @@ def test_equal_shares_are_exactly_one():
         assert share_of([count] * world, world - 1) == 1.0
 
 
-class Yielder:
-    pass
-
-
 def test_the_share_is_that_of_the_loader_which_yielded_last():
-    outer, inner = Yielder(), Yielder()
-    assert share.current() == 1.0
-    share.use(0.5, by=outer)
-    share.use(0.25, by=inner)
+    outer, inner = share.Pass(), share.Pass()
+    assert share.current() == 1.0 and share.at_hand() is None
+    outer.yields(0.5, samples=3)
+    inner.yields(0.25)
     assert share.current() == 0.25
-    share.use(0.75, by=outer)
-    assert share.current() == 0.75
-    share.use(0.0, by=inner)
-    assert share.current() == 0.0
-    share.done(inner)
+    outer.yields(0.75, samples=2)
+    assert share.current() == 0.75 and share.at_hand() == 2
+    inner.yields(0.0)
+    assert share.current() == 0.0 and share.at_hand() == 0
+    inner.ends()
     assert share.current() == 0.75
     del outer
-    assert share.current() == 1.0
-    share.done(inner)
+    assert share.current() == 1.0 and share.at_hand() is None
+
+
+def test_passes_inside_each_other_and_beside_each_other():
+    train, evaluated = DataLoader([0]), DataLoader([0])
+    outer, beside = share.Pass(train), share.Pass(evaluated)
+    outer.yields(0.0, samples=2)
+    beside.yields(1.0, samples=2)
+    assert sorted(share.batches()) == [(2, 0), (2, 2)] == sorted(share.matching(2))
+    assert share.batches(train) == [(2, 0)] and share.matching(2, loader=evaluated) == {(2, 2)}
+    beside.ends()
+    assert share.batches() == [(2, 0)]
+    inside = share.Pass(evaluated)
+    inside.yields(1.0, samples=2)
+    assert share.batches() == [(2, 2)] and share.matching(2) == {(2, 2)}
+    inside.yields(1.0, samples=1)
+    assert share.matching(2) == {(2, 0)} and share.matching(3) == {(3, 3)}  # the batch around it, and its own epoch
+    outer.yields(1.0, samples=2)
+    assert sorted(share.batches()) == [(1, 1), (2, 2)]  # it was not left, so they take turns
+    del inside
+    assert share.batches() == [(2, 2)] and share.epoch(evaluated) == (3, 3) and share.epoch(train) == (4, 2)
+    del outer
+    assert share.matching(4) == {(4, 2)} and share.matching(5) == set()
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])

@@ -202,6 +202,42 @@ def test_others_wait_longer_than_the_timeout(ranks, transport):
     assert ranks(2).run(longer_than_the_timeout, transport) == [[0, 1]] * 2
 
 
+def nested(folder):
+    """A function that has a `main_first` of its own, called inside one."""
+    with sherd.main_first():
+        there = (folder / "outer").exists()
+        with sherd.main_first():
+            inner_there = (folder / "inner").exists()
+            (folder / "inner").write_text("")
+        time.sleep(0.0 if sherd.rank() else 0.3)  # the first rank is still inside the outer one
+        (folder / "outer").write_text("")
+    with pytest.raises(Exception) as caught, sherd.main_first(), sherd.main_first():
+        raise ZeroDivisionError
+    in_turn = sherd.gather((there, inner_there))
+    return in_turn, type(caught.value).__name__
+
+
+def test_main_first_may_be_nested(ranks, tmp_path):
+    turns = [(False, False), (True, True), (True, True)]
+    assert ranks(3).run(nested, tmp_path) == [(turns, "ZeroDivisionError")] + [(turns, "SherdError")] * 2
+
+
+def slow_on_another_host():
+    os.environ |= {"SHERD_HOST": f"host-{os.environ['RANK']}", "SHERD_TIMEOUT": "3"}
+    assert process.communicator().hosts == [[0], [1]]
+    with pytest.raises(Exception) as caught, sherd.main_first():
+        if sherd.rank() == 0:
+            raise FileNotFoundError("no such file: corpus.txt")
+        time.sleep(5.0)
+    return str(caught.value), sherd.gather(1)
+
+
+def test_a_first_rank_that_failed_waits_for_those_of_other_hosts(ranks):
+    (own, after), (other, still) = ranks(2).run(slow_on_another_host)
+    assert own == "no such file: corpus.txt" and after == still == [1, 1]
+    assert other == f"rank 1: sherd.main_first failed on rank 0, so on all ranks: FileNotFoundError: {own}"
+
+
 def fails(who):
     with pytest.raises(Exception) as caught, sherd.main_first():
         if sherd.rank() == who:
@@ -235,7 +271,7 @@ def figures(count, size):
         right = (rows % 3 == 0).double().mean()
         found.append((sherd.mean(x.mean()).item(), sherd.mean(right.item()), sherd.gather(rows).tolist()))
     kept = torch.cat(list(loader))
-    last = sherd.mean(1.0 if len(kept) else 0.0)
+    last = sherd.mean(1.0, n=len(kept))
     return found, sorted(sherd.gather(kept).tolist()), last
 
 
@@ -264,13 +300,23 @@ def means():
         sherd.mean(numpy.float32(0.5), n=numpy.int64(3)),
         sherd.mean(torch.full((2,), math.nan), n=0).isnan().tolist(),
         sherd.mean(10**20 + r, n=1),
+        sherd.mean(1e308, n=1e300),
+        sherd.mean(-math.inf if r else math.inf, n=1),
+        sherd.mean(torch.tensor([math.inf, 1e308]), n=3).tolist(),
+        sherd.mean("nothing" if r else torch.tensor([2.0, 4.0]), n=1 - r).tolist(),
+        sherd.mean(torch.ones(5) if r else 3.0, n=1 - r),
     ]
+    assert math.isnan(found.pop(8)) and found[-1] == 3.0
+    assert isinstance(found.pop(), torch.Tensor if r else float)
     assert sherd.mean(torch.ones(1), n=1).dtype == torch.float32 and found[3].dtype == torch.float64
     return [*found[:3], found[3].item(), *found[4:]]
 
 
 def test_means_are_weighted(ranks):
-    assert ranks(2).run(means) == [[2 / 3, 7.0, [0.5, 1.0], 1.5, 0.5, [True, True], 1e20]] * 2
+    assert (
+        ranks(2).run(means)
+        == [[2 / 3, 7.0, [0.5, 1.0], 1.5, 0.5, [True, True], 1e20, 1e308, [math.inf, math.inf], [2.0, 4.0]]] * 2
+    )
 
 
 def refused_means():
@@ -280,6 +326,7 @@ def refused_means():
         ("a" if r else 1.0, 1),
         (torch.ones(1 + r), 1),
         (1.0, math.nan if r else 1),
+        (10**400 if r else 1, 1),
     ):
         with pytest.raises(ConfigError) as caught:
             sherd.mean(value, n=n)
@@ -296,15 +343,14 @@ def test_what_one_rank_refuses_all_do(ranks):
         assert after == [1, 1]
         assert "rank 1: sherd.mean got n=-1" in words[0] and "rank 1: sherd.mean got a str" in words[1]
         assert "shape (1,) on rank 0 and (2,) on rank 1" in words[2] and "n=nan" in words[3]
+        assert "rank 1: sherd.mean int too large" in words.pop(4)
         assert "float32[*, 2] on rank 0 and float32[*, 3] on rank 1" in words[4]
         assert "no rows on rank 0 and float32[*] on rank 1" in words[5]
         assert "tuple(float32[*]) on rank 0 and tuple(float32[*], float32[*]) on rank 1" in words[6]
 
 
 def without_a_loader():
-    with pytest.raises(
-        ConfigError, match=r"no distributed loader has yielded a batch yet; write sherd\.mean\(value, n="
-    ):
+    with pytest.raises(ConfigError, match=r"no batch of a distributed loader is at hand.*write sherd\.mean\(value, n="):
         sherd.mean(1.0)
 
 
@@ -331,11 +377,15 @@ def test_tensors_are_put_together_and_other_things_listed(ranks):
 
 def per_rank_figures_at_an_uneven_end():
     loader = model_and(DataLoader(Numbers(3), 1))
-    return [len(sherd.gather((rows, torch.zeros(2)))[1]) for rows in loader], sherd.gather(torch.zeros(1)).shape[0]
+    found = []
+    for rows in loader:
+        found.append(len(sherd.gather((rows, torch.zeros(3)))[1]))  # as long as nothing that the loader gave
+        found.append(len(sherd.gather(torch.zeros(len(rows)), rows=False)))
+    return found, sherd.gather(torch.zeros(1)).shape[0]
 
 
 def test_rows_that_are_not_of_the_batch_are_all_kept(ranks):
-    assert ranks(2).run(per_rank_figures_at_an_uneven_end) == [([4, 4], 2)] * 2
+    assert ranks(2).run(per_rank_figures_at_an_uneven_end) == [([6, 2, 6, 2], 2)] * 2
 
 
 def by_its_own_sampler():
@@ -353,7 +403,7 @@ def evaluated_in_the_middle():
     found = []
     for rows in loader:
         kept = torch.cat(list(evaluated))
-        everything = sherd.gather(kept).tolist()
+        everything = sherd.gather(kept, loader=evaluated).tolist()
         found.append((sorted(everything), sherd.mean(float(rows.item()))))
         for _ in evaluated:
             break
@@ -404,7 +454,7 @@ def drawn():
 
 
 def seeds():
-    model, other = network(), network()
+    model, other, third = network(), network(), network()
     sherd.seed(5)
     alike = drawn()
     loader = DataLoader(Numbers(8), 2, shuffle=True)
@@ -414,8 +464,10 @@ def seeds():
     torch.manual_seed(1)
     sherd.distribute(other, strategy="ddp")  # a second time nothing is seeded
     same = torch.rand(1).item()
-    sherd.seed(5)
-    return alike, after, rows, same, drawn()
+    sherd.seed(5)  # another trial
+    again = drawn()
+    sherd.distribute(third, strategy="ddp")
+    return alike, after, rows, same, again, drawn()
 
 
 def test_ranks_are_seeded_alike_until_distribute_then_by_rank(ranks):
@@ -423,12 +475,12 @@ def test_ranks_are_seeded_alike_until_distribute_then_by_rank(ranks):
     random.seed(5)
     numpy.random.seed(5)
     first, second = drawn(), drawn()
-    (alike, after, rows, same, again), *others = ranks(3).run(seeds)
-    assert alike == first and after == second and again == first  # rank 0 goes on as one process would
+    (alike, after, rows, same, again, after_again), *others = ranks(3).run(seeds)
+    assert again == alike == first and after_again == after == second  # rank 0 goes on as one process would
     assert sorted(rows) == list(range(8))
     for other in others:
-        assert other[0] == alike and other[2] == rows and other[3] == same
-        assert not set(other[1]) & set(after) and not set(other[4]) & set(again)
+        assert other[0] == other[4] == alike and other[2] == rows and other[3] == same
+        assert other[1] == other[5] and not set(other[1]) & set(after)
     assert others[0][1] != others[1][1]
 
 
@@ -549,7 +601,32 @@ def test_events_hear_how_many_steps_there_will_be(tmp_path):
     assert lengths == [6, 6] and steps == 6
 
 
-@pytest.mark.parametrize(("arguments", "words"), [((3,), "something to loop over"), (([1], -1), "how many items")])
+def test_a_description_is_text_and_no_markup(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert sum(sherd.progress([1, 2], desc="[train] [/x]")) == 3
+    assert "[train] [/x]" in terminal.getvalue()
+
+
+class Forks:
+    """It would fork workers when it is asked for an iterator."""
+
+    def __iter__(self):
+        assert bars._Bar._display is None
+        return iter(range(3))
+
+
+def test_workers_start_before_the_bar(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    bar = sherd.progress(Forks(), total=numpy.int64(3))
+    assert len(bar) == 3 and list(bar) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [((3,), "something to loop over"), (([1], -1), "how many items"), (([1], 1.0), "how many items")],
+)
 def test_what_cannot_be_shown_is_refused(arguments, words):
     with pytest.raises(ConfigError, match=words):
         sherd.progress(*arguments)

@@ -370,6 +370,7 @@ def as_batches(rows):
         ({"batch_size": 2, "num_workers": 2, "in_order": False, "drop_last": True}, [2, 2]),
         ({"batch_size": None, "sampler": AtOnce(5)}, [1] * 5),
         ({"batch_sampler": [[0], [1, 2, 3]]}, [1, 3]),
+        ({"batch_size": None, "sampler": ["0", "11", "222"]}, [1] * 3),
     ],
 )
 def test_a_world_of_one_counts_batches_and_changes_none(options, counts):
@@ -385,9 +386,9 @@ def test_a_world_of_one_counts_batches_and_changes_none(options, counts):
                 for batch in loader:
                     epoch.append(repr(batch))
                     if led:
-                        assert share.yielded().batch.counted == counts[len(epoch) - 1]
+                        assert share.at_hand() == counts[len(epoch) - 1]
                 if led:
-                    assert len(loader) == len(counts) and share.yielded().epoch == (sum(counts), sum(counts))
+                    assert len(loader) == len(counts) and share.epoch(loader) == (sum(counts), sum(counts))
                 in_order = loader.in_order or not loader.num_workers
                 found.append(
                     (epoch if in_order else sorted(epoch), torch.initial_seed(), torch.get_rng_state().tolist())
@@ -398,7 +399,7 @@ def test_a_world_of_one_counts_batches_and_changes_none(options, counts):
 def test_a_stream_in_a_world_of_one_is_counted_by_rows():
     with comm.connect(CommOptions()) as c:
         loader = sharded(DataLoader(Stream(5), 2), c)
-        assert [(len(batch), share.yielded().batch.counted) for batch in loader] == [(2, 2), (2, 2), (1, 1)]
+        assert [(len(batch), share.at_hand()) for batch in loader] == [(2, 2), (2, 2), (1, 1)]
 
 
 def counts_of_uneven_ends():
@@ -406,8 +407,8 @@ def counts_of_uneven_ends():
         found = []
         for count in (5, 6, 7, 8):
             loader = sharded(DataLoader(Numbers(count), 2), c)
-            found.append([share.yielded().batch for _ in loader])
-            assert share.yielded().epoch == tuple(map(sum, zip(*found[-1], strict=True)))
+            found.append([share.batches()[0] for _ in loader])
+            assert share.epoch(loader) == tuple(map(sum, zip(*found[-1], strict=True)))
         return found
 
 

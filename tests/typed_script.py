@@ -51,6 +51,8 @@ def helpers(loss: Tensor, loader: DataLoader[tuple[Tensor, Tensor]]) -> None:
     assert_type(sherd.broadcast("word"), str)
     assert_type(sherd.mean(loss), Tensor)
     assert_type(sherd.mean(0.5, n=3), float)
+    assert_type(sherd.mean(loss, loader=loader), Tensor)
+    assert_type(len(sherd.progress(loader)), int)
     for x in sherd.progress([loss], desc="epoch"):
         assert_type(x, Tensor)
     for x, y in sherd.progress(loader):

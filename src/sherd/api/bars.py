@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, SupportsIndex, TypeVar
 
 from sherd import observe
 from sherd.api.process import distribution, is_main
@@ -19,11 +20,11 @@ T = TypeVar("T")
 LINE_EVERY = 10.0  # seconds
 clock = time.monotonic
 
-_loops: list[Loop[Any]] = []  # that are under way, the outermost first
+_loops: list[Loop] = []  # that are under way, the outermost first
 _line_at = -math.inf  # when the last line was written, by whichever loop
 
 
-def progress(iterable: Iterable[T], total: int | None = None, desc: str = "") -> Iterable[T]:
+def progress(iterable: Iterable[T], total: SupportsIndex | None = None, desc: str = "") -> Progress[T]:
     """Go through `iterable` and show how far the loop is: a bar with rate and time left, on rank 0. Not collective.
 
         for x, y in sherd.progress(loader, desc="epoch 1"):
@@ -34,9 +35,7 @@ def progress(iterable: Iterable[T], total: int | None = None, desc: str = "") ->
     """
     if not isinstance(iterable, Iterable):
         raise ConfigError(f"sherd.progress got a {type(iterable).__name__}; write something to loop over")
-    if total is not None and (not isinstance(total, int) or total < 0):
-        raise ConfigError(f"sherd.progress got total={total!r}; write how many items there are, or leave it out")
-    return Progress(iterable, _length(iterable) if total is None else total, desc)
+    return Progress(iterable, _length(iterable) if total is None else _whole(total), desc)
 
 
 class Progress(Generic[T]):
@@ -53,19 +52,20 @@ class Progress(Generic[T]):
         return self._total
 
     def __iter__(self) -> Iterator[T]:
-        loop: Loop[T] = Loop(self._total, self._desc)
+        iterator = iter(self._iterable)  # first, as a loader forks workers: they must not have a live display
+        loop = Loop(self._total, self._desc)
         if self._total and trains(self._iterable):
             _expect(self._total)
         loop.open()
         try:
-            for item in self._iterable:
+            for item in iterator:
                 yield item
                 loop.advance()
         finally:  # also when it is left early
             loop.close()
 
 
-class Loop(Generic[T]):
+class Loop:
     """One that is under way."""
 
     def __init__(self, total: int | None, desc: str) -> None:
@@ -151,7 +151,13 @@ def _new_display() -> Any:
             speed = task.finished_speed or task.speed
             return Text(_rate(speed) if speed else "")
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        Rate(),
+        TimeRemainingColumn(),
+    )
     # What is printed scrolls above the bar, unless it goes elsewhere.
     to_terminal = sys.stdout is not None and sys.stdout.isatty()
     return Progress(*columns, console=Console(file=sys.stderr), redirect_stdout=to_terminal)
@@ -171,6 +177,16 @@ def _expect(total: int) -> None:
 
 def _is_terminal() -> bool:
     return sys.stderr is not None and sys.stderr.isatty()
+
+
+def _whole(total: SupportsIndex) -> int:
+    try:
+        found = operator.index(total)
+    except TypeError:
+        found = -1
+    if found < 0:
+        raise ConfigError(f"sherd.progress got total={total!r}; write how many items there are, or leave it out")
+    return found
 
 
 def _length(iterable: object) -> int | None:

@@ -49,7 +49,9 @@ def main_first() -> AbstractContextManager[None]:
             data = download_unless_there(folder)
 
     The others wait as long as it takes: there is no timeout, and a rank that dies is found at once. What a first rank
-    raises all ranks raise, with its words. Inside, ranks are not together: no collective call belongs there.
+    raises all ranks raise, with its words. Inside, ranks are not together: no collective call belongs there. Only
+    another `main_first` may be inside, in a function that has its own: it adds nothing, as the first ranks have
+    finished it before the others begin.
     """
     return _MainFirst()
 
@@ -75,19 +77,24 @@ def print(*values: object, sep: str | None = " ", end: str | None = "\n", all: b
 class _MainFirst:
     """A class, and no generator: errors then name the line of the `with` statement."""
 
+    _depth = 0  # of the process
+
     def __enter__(self) -> None:
         self._comm = communicator()
         self._first = any(host[0] == self._comm.rank for host in self._comm.hosts)
-        if not self._first:
+        if not self._first and not _MainFirst._depth:
             self._agree()
+        _MainFirst._depth += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if not self._first:
+        _MainFirst._depth -= 1
+        if not self._first or _MainFirst._depth:
             return
         if error is None:
             self._agree()
         elif isinstance(error, Exception):  # an interrupt is nobody else's; others hear of it when this rank leaves
-            with suppress(CommError):  # or the others are elsewhere, and hear of it now
+            # Other first ranks may take long. Or the others are elsewhere, and hear of it now.
+            with without_limit(), suppress(CommError):
                 self._tell((isinstance(error, ConfigError), f"{type(error).__name__}: {error}"))
 
     def _agree(self) -> None:

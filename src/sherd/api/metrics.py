@@ -9,11 +9,15 @@ from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from sherd.api.helpers import exchange
 from sherd.api.process import communicator
 from sherd.data import share
+from sherd.data.loader import is_counted
 from sherd.errors import ConfigError
+
+_NAN = torch.tensor(math.nan, dtype=torch.float64)
 
 
 class Term(NamedTuple):
@@ -26,48 +30,48 @@ class Term(NamedTuple):
 
 
 @overload
-def mean(value: Tensor, n: float | Tensor | None = None) -> Tensor: ...
+def mean(value: Tensor, n: float | Tensor | None = None, *, loader: DataLoader[Any] | None = None) -> Tensor: ...
 @overload
-def mean(value: float, n: float | Tensor | None = None) -> float: ...
-def mean(value: Any, n: Any = None) -> Any:
+def mean(value: float, n: float | Tensor | None = None, *, loader: DataLoader[Any] | None = None) -> float: ...
+def mean(value: Any, n: Any = None, *, loader: Any = None) -> Any:
     """The mean over all ranks, each of which has the mean over `n` samples of its own. Collective.
 
         accuracy = sherd.mean((model(x).argmax(1) == y).double().mean())
 
-    `n` is by default the number of samples in the batch that the distributed loader yielded last on this rank.
-    Samples that were repeated, so that every rank has a batch, are not counted; a rank with n=0 adds nothing, even if
-    its value is NaN. Takes a number, and gives a float, or a tensor, and gives one of the same shape and, if that is of
-    floats, dtype. It is summed up in float64, and is the same on every rank.
+    `n` is by default the number of samples in the batch at hand: the one that a distributed loader yielded last, in a
+    loop that goes on. After the loop, say it. Of several loaders in turns, as in a `zip`, `loader` says whose batch is
+    meant. Samples that were repeated, so that every rank has a batch, are not counted; a rank with n=0 adds nothing,
+    whatever its value is. Takes a number, and gives a float, or a tensor, and gives one of the same shape and, if that
+    is of floats, dtype. It is summed up in float64, and is the same on every rank.
     """
     comm = communicator()
-    sent = tuple(_term(value, n))
+    sent = tuple(_term(value, n, loader))
     terms = [Term(*each) for each in exchange(comm, "sherd.mean", sent)]
-    for rank, term in enumerate(terms):
-        if term.problem:
-            raise ConfigError(f"rank {rank}: {term.problem}")
-    counted = [(rank, term) for rank, term in enumerate(terms) if term.weight]
-    if not any(isinstance(term.value, Tensor) for _, term in counted):
-        found: Any = _ratio([term for _, term in counted])
-    else:
-        found = _weighted(counted)
-    if not isinstance(value, Tensor):
-        return float(found)
-    like = value.dtype if value.is_floating_point() else torch.float64
-    result = torch.as_tensor(found, dtype=torch.float64).to(value.device, like)
-    return result.expand(value.shape).clone() if result.shape != value.shape else result
+    _raise_first([term.problem for term in terms])
+    found = _weighted([(rank, term) for rank, term in enumerate(terms) if term.weight])
+    if found is None:  # no rank has samples
+        found = torch.full_like(value, math.nan, dtype=torch.float64) if isinstance(value, Tensor) else _NAN
+    if isinstance(value, Tensor):
+        return found.to(value.device, value.dtype if value.is_floating_point() else torch.float64)
+    return found if found.dim() else found.item()
 
 
-def gather(value: Any) -> Any:
+def gather(value: Any, *, rows: bool = True, loader: DataLoader[Any] | None = None) -> Any:
     """What all ranks have, on every rank. Collective.
 
         labels, guesses = sherd.gather((y, model(x).argmax(1)))
 
     Tensors with a first dimension, alone or in a tuple, list or dict, are put together along it in rank order, which is
     the order of one process where they belong to the batch at hand. Samples that were repeated are taken out, of
-    tensors as long as that batch or, after the loop, as the epoch. Anything else becomes a list with an item per rank.
+    tensors as long as that batch or as an epoch of a loader. Where both could be meant, or those of several loaders,
+    and it makes a difference, `loader` says whose they are. With `rows=False` the rows are no samples, and all are
+    kept. Anything else becomes a list with an item per rank.
     """
     comm = communicator()
-    everybody = exchange(comm, "sherd.gather", _own_rows(value) if _is_rows(value) else _on_cpu(value))
+    sent = _sent(value, rows, loader)
+    received = exchange(comm, "sherd.gather", sent)
+    _raise_first([problem for problem, _ in received])
+    everybody = [each for _, each in received]
     outlines = [_outline(each) if _is_rows(each) else "" for each in everybody]
     if not any(outlines):
         return everybody
@@ -80,48 +84,72 @@ def gather(value: Any) -> Any:
     return _joined(everybody, value)
 
 
+def _raise_first(problems: Sequence[str]) -> None:
+    """What one rank refuses all refuse, in the same words."""
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise ConfigError(f"rank {rank}: {problem}")
+
+
+def _checked(loader: Any) -> None:
+    if loader is not None and not is_counted(loader):
+        raise ConfigError(
+            f"got loader=, a {type(loader).__name__} that was not distributed; write the loader that sherd.distribute "
+            f"returned"
+        )
+
+
 # ---------------------------------------------------------------- means
 
 
-def _term(value: Any, n: Any) -> Term:
+def _term(value: Any, n: Any, loader: Any) -> Term:
     """What this rank adds: numbers as they are, tensors in float64 on the CPU."""
-    if n is None:
-        last = share.yielded()
-        if last is None or last.batch is None:
-            return Term(
-                None,
-                0,
-                "sherd.mean got no n=, and no distributed loader has yielded a batch yet; write "
-                "sherd.mean(value, n=len(y)), or pass the loader to sherd.distribute",
-            )
-        n = last.batch.counted
+    try:
+        weight = _samples(loader) if n is None else _number_of(n)
+        if n is not None and loader is not None:
+            raise ConfigError("got both n= and loader=; write one of them")
+        return Term(_number(value) if weight else None, weight, "")
+    except (ConfigError, OverflowError) as error:
+        return Term(None, 0, f"sherd.mean {error}")
+
+
+def _samples(loader: Any) -> int:
+    """How many samples count in the batch at hand."""
+    _checked(loader)
+    found = {batch.counted for batch in share.batches(loader)}
+    if not found:
+        raise ConfigError(
+            "got no n=, and no batch of a distributed loader is at hand: no loop over one is under way; write "
+            "sherd.mean(value, n=samples), with the number of samples that the value is a mean over"
+        )
+    if len(found) > 1:
+        raise ConfigError(
+            f"got no n=, and several loaders are in use, whose batches have {_listed(found)} samples; write "
+            f"sherd.mean(value, loader=...) with the one that is meant, or n="
+        )
+    return found.pop()
+
+
+def _number_of(n: Any) -> int | float:
     if hasattr(n, "item"):  # a tensor, or numpy's
         n = n.item() if n.size == 1 or (isinstance(n, Tensor) and n.numel() == 1) else math.nan
     if not isinstance(n, numbers.Real) or not 0 <= float(n) < math.inf:
-        return Term(None, 0, f"sherd.mean got n={n!r}; write the number of samples that the value is a mean over")
+        raise ConfigError(f"got n={n!r}; write the number of samples that the value is a mean over")
+    return float(n)
+
+
+def _number(value: Any) -> float | Tensor:
     if isinstance(value, Tensor) and not value.is_complex():
-        return Term(value.detach().to("cpu", torch.float64), _plain(n), "")
+        return value.detach().to("cpu", torch.float64)
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # numpy's
         value = value.item()
     if isinstance(value, numbers.Real):
-        return Term(_plain(value), _plain(n), "")
-    return Term(None, 0, f"sherd.mean got a {type(value).__name__}; write a number or a tensor of numbers")
+        return float(value)
+    raise ConfigError(f"got a {type(value).__name__}; write a number or a tensor of real numbers")
 
 
-def _plain(number: Any) -> int | float:
-    return int(number) if isinstance(number, numbers.Integral) else float(number)
-
-
-def _ratio(terms: Sequence[Term]) -> float:
-    total = sum(term.weight for term in terms)
-    if not total:
-        return math.nan
-    if all(isinstance(each, int) for term in terms for each in term[:2]):
-        return float(sum(term.value * term.weight for term in terms) / total)
-    return float(math.fsum(term.value * term.weight for term in terms) / total)
-
-
-def _weighted(terms: Sequence[tuple[int, Term]]) -> Tensor:
+def _weighted(terms: Sequence[tuple[int, Term]]) -> Tensor | None:
+    """The mean, or None if there is nothing to take it of."""
     values = [torch.as_tensor(term.value, dtype=torch.float64) for _, term in terms]
     for (rank, _), value in zip(terms, values, strict=True):
         if value.shape != values[0].shape:
@@ -129,14 +157,29 @@ def _weighted(terms: Sequence[tuple[int, Term]]) -> Tensor:
                 f"sherd.mean got shape {tuple(values[0].shape)} on rank {terms[0][0]} and {tuple(value.shape)} on rank "
                 f"{rank}; take the mean over this rank's samples first: value.mean(0)"
             )
-    total, weights = torch.zeros_like(values[0]), 0.0
-    for (_, term), value in zip(terms, values, strict=True):
-        total += value * term.weight
-        weights += term.weight
-    return total / weights
+    if not values:
+        return None
+    # Weights that add up to 1 at most cannot make a sum overflow, and powers of 2 change no bit of it.
+    largest = max(math.frexp(term.weight)[1] for _, term in terms) + len(terms).bit_length()
+    weights = [math.ldexp(term.weight, -largest) for _, term in terms]
+    total = torch.zeros_like(values[0])
+    for value, weight in zip(values, weights, strict=True):
+        total += value * weight
+    return total / math.fsum(weights)
 
 
 # ---------------------------------------------------------------- rows
+
+
+def _sent(value: Any, rows: bool, loader: Any) -> tuple[str, Any]:
+    """Why there is nothing to send, and what is sent."""
+    try:
+        _checked(loader)
+        if loader is not None and not (rows and _is_rows(value)):
+            raise ConfigError("got loader=, which is about tensors of samples; leave it out, and rows=False too")
+        return "", _own_rows(value, loader) if rows and _is_rows(value) else _on_cpu(value)
+    except ConfigError as error:
+        return f"sherd.gather {error}", None
 
 
 def _is_rows(value: Any) -> bool:
@@ -146,15 +189,25 @@ def _is_rows(value: Any) -> bool:
     return bool(inside) and all(map(_is_rows, inside))
 
 
-def _own_rows(value: Any) -> Any:
+def _own_rows(value: Any, loader: Any) -> Any:
     """The rows that are this rank's own: repeated ones are the last."""
     if type(value) is dict:
-        return {key: _own_rows(each) for key, each in value.items()}
+        return {key: _own_rows(each, loader) for key, each in value.items()}
     if not isinstance(value, Tensor):
-        return type(value)(map(_own_rows, value))
+        return type(value)(_own_rows(each, loader) for each in value)
     rows = value.detach().cpu()
-    found = next((tally for tally in share.tallies() if tally.loaded == len(rows)), None)
-    return rows if found is None else rows[: found.counted]
+    found = share.matching(len(rows), loader)
+    if len(found) > 1:
+        own = _listed({counts.counted for counts in found})
+        raise ConfigError(
+            f"got {len(rows)} rows, of which {own} are this rank's own, depending on the loader that they belong to; "
+            f"write sherd.gather(rows, loader=...) with it, or rows=False if they are no samples"
+        )
+    if not found and loader is not None:
+        raise ConfigError(
+            f"got {len(rows)} rows and loader=, of which neither the batch at hand nor the epoch has so many"
+        )
+    return rows[: found.pop().counted] if found else rows
 
 
 def _outline(value: Any) -> str:
@@ -175,4 +228,12 @@ def _joined(values: Sequence[Any], like: Any) -> Any:
 
 
 def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if type(value) is dict:
+        return {key: _on_cpu(each) for key, each in value.items()}
+    return type(value)(map(_on_cpu, value)) if type(value) in (tuple, list) else value
+
+
+def _listed(numbers: set[int]) -> str:
+    return " or ".join(map(str, sorted(numbers)))

@@ -9,7 +9,6 @@ import sys
 
 import torch
 
-from sherd.api.process import distribution
 from sherd.comm import Communicator
 from sherd.errors import ConfigError
 
@@ -19,16 +18,16 @@ _alike: tuple[int, str] | None = None  # the seed that all ranks have, and the r
 def seed(n: int) -> None:
     """Seed Python, torch and, where it was imported, numpy. Not collective; call it on every rank.
 
-    Until `distribute` all ranks draw the same numbers, and `distribute` then seeds them by rank, so that they drop out
-    and augment differently. Rank 0 goes on as one process would; a world of one is left alone. After `distribute` it
-    seeds by rank at once. Loaders deal rank 0's order, so all ranks have the same one in any case.
+    All ranks draw the same numbers until the next `distribute`, which seeds them by rank, so that they drop out and
+    augment differently. So a process may run several trials, each with a seed, a model and a `distribute` of its own.
+    Rank 0 goes on as one process would; a world of one is left alone. Loaders deal rank 0's order, so all ranks have
+    the same one in any case.
     """
     global _alike
     if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n < 1 << 63:
         raise ConfigError(f"sherd.seed got {n!r}; write a whole number from 0 to 2**63 - 1, such as sherd.seed(0)")
-    there = distribution()
-    _alike = (n, _run()) if there is None else None
-    _seed(n if there is None else _of_rank(n, there[0].rank))
+    _alike = (n, _run())
+    _seed(n)
 
 
 def by_rank(comm: Communicator) -> None:

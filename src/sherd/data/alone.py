@@ -13,8 +13,8 @@ from sherd.data.way import Turn, Way
 
 
 class Alone(Way):
-    """Everything is this rank's. With `by_index` samples are counted as they are drawn, which says how many there are
-    whatever a batch is made of; else by the rows of a batch."""
+    """Everything is this rank's. With `by_index` samples are counted as a batch sampler draws them, which says how many
+    there are whatever a batch is made of; else by the rows of a batch."""
 
     def __init__(self, comm: Communicator, by_index: bool) -> None:
         super().__init__(comm)
@@ -28,7 +28,7 @@ class Alone(Way):
 
 
 class _Drawn:
-    """What a sampler gives, counted."""
+    """What a batch sampler gives, counted."""
 
     def __init__(self, sampler: Iterable[Any]) -> None:
         self._sampler = sampler

@@ -8,6 +8,8 @@ and its number of samples.
 from __future__ import annotations
 
 import functools
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ _TRAINS = "_sherd_trains"
 _WAY = "_sherd_way"
 _SEEDING = "_sherd_seeding"
 _TURN = "_sherd_turn"
+_PASS = "_sherd_pass"  # a weak reference
+_HELD = "_sherd_held"  # the same pass, unless a loop holds it
 
 
 class Counted(DataLoader[Any]):
@@ -30,6 +34,11 @@ class Counted(DataLoader[Any]):
     @property
     def _index_sampler(self) -> Any:
         return way_of(self).indices(super()._index_sampler, self.num_workers * (self.prefetch_factor or 0))
+
+    def __iter__(self) -> Any:
+        iterator: Any = super().__iter__()
+        persists = iterator is self._iterator
+        return Lent(iterator) if persists else iterator
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         iterator = super()._get_iterator()
@@ -93,19 +102,45 @@ class CountedIterator(_BaseDataLoaderIter):
     def _take(self) -> tuple[Any, int]:
         """The next batch, and how many of its samples count: none if they are only repeated."""
         turn: Turn = vars(self)[_TURN]
+        held: share.Pass | None = vars(self)[_PASS]()
         try:
             batch, counts, samples = turn.take(super().__next__)
         except BaseException:
-            share.done(self)
+            if held is not None:
+                held.ends()
             raise
-        share.use(counts, by=self, samples=samples)
+        if held is not None:
+            held.yields(counts, samples)
         return batch, samples if counts else 0
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Persistent workers begin another epoch."""
-        share.done(self)
+        before: share.Pass | None = vars(self)[_PASS]()
+        if before is not None:
+            before.ends()
         super()._reset(loader, first_iter)
         _begin(self, loader)
+
+
+class Lent:
+    """An iterator with persistent workers, as a loop gets it. The loader keeps the iterator itself, so only this one
+    tells when the loop was left."""
+
+    def __init__(self, iterator: _BaseDataLoaderIter) -> None:
+        self._iterator = iterator
+        self._held = vars(iterator).pop(_HELD, None)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._iterator)
+
+    def __len__(self) -> int:
+        return len(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
 
 
 def adopt(loader: DataLoader[Any], way: Way, trains: bool, alone: bool) -> None:
@@ -126,6 +161,11 @@ def way_of(loader: Any) -> Way:
     return way
 
 
+def is_counted(loader: Any) -> bool:
+    """Whether it was distributed."""
+    return isinstance(loader, Counted)
+
+
 def trains(loader: Any) -> bool:
     """Whether it is a loader whose batches are those of the steps."""
     return bool(getattr(loader, "__dict__", {}).get(_TRAINS))
@@ -134,6 +174,8 @@ def trains(loader: Any) -> bool:
 def _begin(iterator: _BaseDataLoaderIter, loader: Any) -> None:
     vars(iterator)[_TURN] = way_of(loader).turn(iterator._sampler_iter)
     vars(iterator)[_TRAINS] = vars(loader)[_TRAINS]
+    vars(iterator)[_HELD] = held = share.Pass(loader)
+    vars(iterator)[_PASS] = weakref.ref(held)
 
 
 def _plain(kind: Any, *arguments: Any) -> Any:

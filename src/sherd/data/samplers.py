@@ -7,7 +7,7 @@ move as rank 0's does, and take rank 0's.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import SequentialSampler
@@ -15,11 +15,14 @@ from torch.utils.data import SequentialSampler
 from sherd.comm import Communicator
 from sherd.data import order
 from sherd.data.dealing import deal, deal_whole, groups, iterations
+from sherd.data.iterable import rows
 from sherd.data.order import FromLeader, Known, Order
-from sherd.data.way import Turn, Way
+from sherd.data.way import Turn, Way, length
 from sherd.errors import ConfigError
 
-Hand = tuple[Any, float, int]  # what torch loads as one batch, its share and its samples
+Hand = tuple[Any, float, int | None]
+"""What torch loads as one batch, its share and its samples; None where the dataset makes the batches, which then have
+to be seen to be counted."""
 
 
 class Dealing(Way):
@@ -51,7 +54,7 @@ class Hands:
     def __init__(self, order: Order, hands: Iterator[Hand]) -> None:
         self._order = order
         self._hands = hands
-        self._counts: deque[tuple[float, int]] = deque()
+        self._counts: deque[tuple[float, int | None]] = deque()
         self._taken = 0
 
     def __iter__(self) -> Hands:
@@ -66,14 +69,17 @@ class Hands:
         self._order.before(self._taken)
         self._taken += 1
         try:
-            return draw(), *self._counts[0]
+            batch = draw()
+            share, samples = self._counts[0]
+            return batch, share, rows(batch) if samples is None else samples
         finally:
             if self._counts:  # also for a batch that failed to load: a loop may go on with the next one
                 self._counts.popleft()
 
 
 class Samples:
-    """Deals samples: what torch's BatchSampler would batch. Without a batch size, one at a time."""
+    """Deals samples: what torch's BatchSampler would batch. Without a batch size, one key at a time, as then
+    the dataset itself may give a whole batch for a key."""
 
     def __init__(self, comm: Communicator, sampler: Any, batch: int | None, drop_last: bool) -> None:
         self._comm = comm
@@ -101,7 +107,7 @@ class Samples:
     def _deal(self, order: Order) -> Iterator[Hand]:
         for group in groups(order, self._size, self._drop_last):
             indices, share = deal(group, self._comm.world, self._comm.rank)
-            yield (indices if self._batch else indices[0]), share, len(indices)
+            yield (indices, share, len(indices)) if self._batch else (indices[0], share, None)
 
 
 class Batches:
@@ -123,14 +129,15 @@ class Batches:
     def _deal(self, order: Order) -> Iterator[Hand]:
         for piece, start, stop in groups(order, self._comm.world, drop_last=False):
             batches = piece[start:stop]
-            rows = [samples_of(batch) for batch in batches]
-            batch, share = deal_whole(batches, rows, self._comm.world, self._comm.rank)
+            counts = [samples_of(batch) for batch in batches]
+            batch, share = deal_whole(batches, counts, self._comm.world, self._comm.rank)
             yield batch, share, samples_of(batch)
 
 
-def samples_of(indices: Any) -> int:
-    """How many samples torch loads for what a sampler gave."""
-    return len(indices) if isinstance(indices, Sized) else 1
+def samples_of(batch: Any) -> int:
+    """How many samples torch loads for what a batch sampler gave."""
+    found = length(batch)
+    return 1 if found < 0 else found
 
 
 def _late(items: Iterable[Any]) -> Iterator[Any]:

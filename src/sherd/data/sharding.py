@@ -60,7 +60,8 @@ def plan(loader: DataLoader[Any], comm: Communicator, options: LoaderOptions, ac
     _check(loader)
     batch = _batch_size(loader, comm.world, options.global_batch, accumulate)
     if comm.world == 1:
-        by_index = not isinstance(loader.dataset, IterableDataset) and (loader.in_order or not loader.num_workers)
+        by_index = loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
+        by_index = by_index and (loader.in_order or not loader.num_workers)
         return Sharding(loader, batch, Alone(comm, by_index), {}, None)
     if isinstance(loader.dataset, IterableDataset):
         return _iterable(loader, comm, options.iterable, batch)

@@ -118,7 +118,8 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 @torch.no_grad()
 def held_out_loss(model: nn.Module, loader: DataLoader[Any]) -> float:
     """The mean over all sequences: each counts once, however they are dealt to the ranks."""
-    return sherd.gather(torch.cat([loss_of(model, x, y) for x, y in loader])).mean().item()  # type: ignore[no-any-return]
+    losses = torch.cat([loss_of(model, x, y) for x, y in loader])
+    return sherd.gather(losses, loader=loader).mean().item()  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

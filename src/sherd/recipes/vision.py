@@ -176,7 +176,7 @@ def accuracy(model: nn.Module, loader: DataLoader[Any]) -> float:
     model.eval()
     right = torch.cat([(model(x).argmax(dim=1) == y).float() for x, y in loader])
     model.train()
-    return sherd.gather(right).mean().item()  # type: ignore[no-any-return]
+    return sherd.gather(right, loader=loader).mean().item()  # type: ignore[no-any-return]
 
 
 def parser() -> argparse.ArgumentParser:
