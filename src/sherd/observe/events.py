@@ -30,8 +30,9 @@ SCHEMA = 1
 COMMON = ("v", "t", "mono", "rank", "kind", "step")
 FLUSH_BYTES = 1 << 16
 FLUSH_NS = 1_000_000_000
+LARGEST_BITS = 1023
+"""Of an integer; a larger one cannot be a float, which means, rates and plots need."""
 
-_JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -236,6 +237,8 @@ def _to_json(value: Any) -> Any:
 
 
 def _from_json(value: Any) -> Any:
+    if type(value) is int and value.bit_length() > LARGEST_BITS:
+        return math.inf if value > 0 else -math.inf
     return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
@@ -247,6 +250,7 @@ def parse(line: bytes) -> Event | None:
     except (ValueError, AttributeError, KeyError, TypeError):
         return None
     right = isinstance(event.v, int) and isinstance(event.t, (int, float)) and isinstance(event.rank, int)
+    right = right and (event.step is None or isinstance(event.step, int))
     return event if right else None
 
 
