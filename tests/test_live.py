@@ -252,6 +252,29 @@ def test_a_debugger_under_the_live_display(here, monkeypatch):
     assert "steps/s" in last
 
 
+FAILS = """
+import sys, torch, sherd
+model = torch.nn.Linear(1, 1)
+model, optimizer = sherd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+model(torch.ones(1, 1)).sum().backward()
+optimizer.step()
+sys.exit(3)
+"""
+
+
+def test_a_rank_that_exits_with_a_status_has_not_ended_well(here, monkeypatch):
+    monkeypatch.setenv("SHERD_SPIN", "0")
+    (here / "train.py").write_text(FAILS)
+    assert sherd("run", "--events", "events", "train.py").returncode != 0
+    record = load(here / "events")
+    assert (record.ended, record.ok, len(record.steps)) == (True, False, 1)
+    before = (here / "events" / "events-rank00000.jsonl").read_bytes()
+    (here / "train.py").write_text("raise SystemExit(3)")
+    assert sherd("run", "--events", "events", "train.py").returncode != 0
+    after = (here / "events" / "events-rank00000.jsonl").read_bytes()
+    assert after == before, "a run that wrote no events does not end the one before it"
+
+
 def test_a_run_that_is_watched_without_a_terminal(here, monkeypatch):
     monkeypatch.setenv("SHERD_SPIN", "0")
     (here / "train.py").write_text(TRAIN)

@@ -172,8 +172,8 @@ def test_rows_of_a_long_run_are_small():
         yield from starts(2)
         for step in range(count):
             for rank in range(2):
-                own = {"root": step / 3, "norm_squared": step / 7, "memory": {kind: 10**6 + step for kind in kinds}}
-                own["seconds"] = {phase: step / 9 for phase in PHASES}
+                own = {"root": step / 3, "norm_squared": step / 7, "memory": dict.fromkeys(kinds, 10**6 + step)}
+                own["seconds"] = dict.fromkeys(PHASES, step / 9)
                 own["resident"] = {"private": 10**9 + step, "shared": 10**8}
                 yield event("step", rank, step, t=step + 0.5, **fields, **own)
 

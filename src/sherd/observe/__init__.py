@@ -94,8 +94,8 @@ def open_from_env(rank: int) -> None:
 def open_early() -> None:
     """The same before the ranks have met, as the rank that the launcher's variables tell.
 
-    Not in a child process, such as a loader's worker, which would write into its parent's file; and not where somebody
-    has chosen a stream already, even none.
+    Not in a child process of multiprocessing: that may be a loader's worker, which would write into its parent's file.
+    And not where somebody has chosen a stream already, even none.
     """
     global _early
     if type(_current) is not NullStream:
