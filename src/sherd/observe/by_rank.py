@@ -10,14 +10,14 @@ from typing import Any
 
 
 class ByRank:
-    """What each rank told, under the same names. A name that a rank did not tell is 0 there."""
+    """What each rank told, under the same names. A name that a rank did not tell, or not as a number, is 0 there."""
 
     __slots__ = ("_names", "_ranks", "_values")
 
     def __init__(self, told: Mapping[int, Mapping[str, float]]) -> None:
         self._ranks = shared(tuple(told))
         self._names = shared(tuple(dict.fromkeys(name for each in told.values() for name in each)))
-        self._values = array("d", (each.get(name, 0) for each in told.values() for name in self._names))
+        self._values = array("d", (_number(each.get(name)) for each in told.values() for name in self._names))
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -28,12 +28,12 @@ class ByRank:
 
     def integers(self) -> dict[int, dict[str, int]]:
         """As it was told, of bytes. They are exact up to 2**53."""
-        return {rank: {name: whole(value) for name, value in each.items()} for rank, each in self.floats().items()}
+        return {rank: {name: int(value) for name, value in each.items()} for rank, each in self.floats().items()}
 
     def sums(self) -> dict[str, int]:
         """Of all ranks, by name."""
         width = len(self._names)
-        return {name: whole(sum(self._values[column::width])) for column, name in enumerate(self._names)}
+        return {name: int(sum(self._values[column::width])) for column, name in enumerate(self._names)}
 
     def means(self) -> dict[str, float]:
         """Of all ranks, by name."""
@@ -49,12 +49,11 @@ class ByRank:
         return self._values[row * width : (row + 1) * width]
 
 
+def _number(value: Any) -> float:
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
+
+
 @functools.cache
 def shared(value: tuple[Any, ...]) -> tuple[Any, ...]:
     """The one object for all equal ones."""
     return value
-
-
-def whole(value: float) -> int:
-    """As an integer, if it can be one."""
-    return int(value) if math.isfinite(value) else value  # type: ignore[return-value]
