@@ -117,11 +117,14 @@ def _step(run: FakeRun, streams: list[EventStream], step: int, numbers: random.R
     for rank, stream in enumerate(streams):
         shard = 4 * run.elements // run.world
         zero3 = run.strategy == "zero3"
+        told = {"loss": loss + 0.05 * numbers.gauss(0, 1)}
+        if run.tokens is not None:
+            told["tokens"] = run.tokens // run.world
+        stream.emit("log", step, figures=told, n=64 // run.world)
         fields: dict[str, Any] = {
-            "loss": loss + 0.05 * numbers.gauss(0, 1),
-            "root": None,
+            "loss": None,
+            "root": 2 * loss,
             "samples": 64 // run.world,
-            "tokens": None if run.tokens is None else run.tokens // run.world,
             "seconds": seconds[rank],
             "bytes": {"payload": int((3 if zero3 else 2) * shard * (run.world - 1)), "control": 4096 + 64 * rank},
             "memory": {

@@ -36,7 +36,9 @@ def record_of(steps, *, ranks=2, total=None, tokens=None, loss=lambda step: 4 / 
     for step in range(steps):
         for rank in range(ranks):
             seconds = {"data": 0.05, "forward": 0.1, "backward": 0.2, "communication": 0.1, "update": 0.05, "rest": 0.0}
-            fields = {"loss": loss(step), "samples": 16, "tokens": tokens, "seconds": seconds, "lr": [0.1]}
+            figures = {"loss": loss(step)} | ({} if tokens is None else {"tokens": tokens})
+            record.feed(Event(1, START + 0.5 * (step + 1), 0, rank, "log", step, {"figures": figures, "n": 16}))
+            fields = {"loss": None, "root": 7.0, "samples": 16, "seconds": seconds, "lr": [0.1]}
             fields |= {"resident": {"private": 300 << 20, "shared": 100 << 20}, "norm_squared": 2.0}
             fields |= {"bytes": {"payload": 1, "control": 1}, "memory": {"parameters": 1}, "skipped": False}
             record.feed(Event(1, START + 0.5 * (step + 1), 0, rank, "step", step, fields))
@@ -63,6 +65,14 @@ def test_tokens_come_before_samples_and_many_ranks_become_a_range():
     assert found.rate == "180 k tokens/s"
     assert found.left is None
     assert "memory of ranks 0-8 400 MiB to 400 MiB" in in_words(found)
+
+
+def test_a_loss_that_was_not_told_is_called_what_it_is():
+    record = RunRecord()
+    record.feed(Event(1, START, 0, 0, "run.start", None, {"world": 1, "pid": 1}))
+    record.feed(Event(1, START, 0, 0, "step", 0, {"loss": None, "root": 0.5}))
+    assert "loss (as passed to backward) 0.5" in in_words(figures(record, START))
+    assert any("loss (as passed to backward) 0.5" in Console.bare(line) for line in frame(record, 80, 24, START))
 
 
 def test_a_run_that_has_told_nothing():
@@ -240,6 +250,29 @@ def test_a_debugger_under_the_live_display(here, monkeypatch):
     last = shown[shown.rindex("done") :]
     assert "step 80" in last  # the last frame stays
     assert "steps/s" in last
+
+
+FAILS = """
+import sys, torch, sherd
+model = torch.nn.Linear(1, 1)
+model, optimizer = sherd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+model(torch.ones(1, 1)).sum().backward()
+optimizer.step()
+sys.exit(3)
+"""
+
+
+def test_a_rank_that_exits_with_a_status_has_not_ended_well(here, monkeypatch):
+    monkeypatch.setenv("SHERD_SPIN", "0")
+    (here / "train.py").write_text(FAILS)
+    assert sherd("run", "--events", "events", "train.py").returncode != 0
+    record = load(here / "events")
+    assert (record.ended, record.ok, len(record.steps)) == (True, False, 1)
+    before = (here / "events" / "events-rank00000.jsonl").read_bytes()
+    (here / "train.py").write_text("raise SystemExit(3)")
+    assert sherd("run", "--events", "events", "train.py").returncode != 0
+    after = (here / "events" / "events-rank00000.jsonl").read_bytes()
+    assert after == before, "a run that wrote no events does not end the one before it"
 
 
 def test_a_run_that_is_watched_without_a_terminal(here, monkeypatch):

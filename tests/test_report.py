@@ -189,6 +189,31 @@ def test_what_is_not_finite_is_a_gap(tmp_path):
     assert report([tmp_path]).exists()
 
 
+def test_numbers_without_end_and_texts_like_numbers_have_a_page(tmp_path):
+    stream = EventStream(tmp_path, 0)
+    huge = 10**400
+    stream.emit("run.start", world=1, batch=huge, threads=huge, model={"elements": huge}, machine={"memory": huge})
+    stream.emit("run.length", steps=huge)
+    stream.emit("sample", text="nan", title="inf")
+    stream.emit("log", 0, figures={"tokens": huge, "accuracy": huge, "norm": huge}, n=huge)
+    step = {"samples": huge, "root": huge, "lr": [huge], "norm_squared": huge}
+    many = ("bytes", "memory", "resident", "seconds")
+    for number in range(2):
+        stream.emit("step", number, loss=None, **step, **{name: {"private": huge, "data": huge} for name in many})
+    stream.close()
+    assert "<pre>nan</pre>" in report([tmp_path]).read_text(encoding="utf-8")
+
+
+def test_a_loss_that_was_not_told_is_called_what_it_is(tmp_path):
+    stream = EventStream(tmp_path, 0)
+    stream.emit("run.start", world=1)
+    stream.emit("step", 0, loss=None, root=0.25)
+    stream.close()
+    (loss,) = panels_of(tmp_path)
+    assert [trace["name"] for trace in loss.data] == ["loss (as passed to backward)"]
+    assert "Last loss (as passed to backward)" in report([tmp_path]).read_text(encoding="utf-8")
+
+
 def test_a_run_without_a_step_has_a_page(tmp_path):
     stream = EventStream(tmp_path, 0)
     stream.emit("error", text="it never got that far")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,8 @@ from tests.fake_runs import FakeRun, write_run
 from sherd.errors import ConfigError
 from sherd.observe import EventStream
 from sherd.observe.events import SCHEMA, Event
-from sherd.observe.rows import LogEntry, averaged, weighted_mean
+from sherd.observe.means import LogEntry, averaged, tokens_of, weighted_mean
+from sherd.observe.phases import PHASES
 from sherd.observe.runs import Follower, RunRecord, load
 from sherd.report.thinning import LIMIT, smoothed, thinned
 
@@ -47,7 +49,7 @@ def test_ranks_that_lag_change_nothing(world, steps, chance):
     def of(rank):
         yield event("run.start", rank, world=world, pid=rank)
         for step in range(steps):
-            yield event("log", rank, step, figures={"accuracy": rank / 8, "loss": 0.5}, n=rank)
+            yield event("log", rank, step, figures={"accuracy": rank / 8}, n=rank)
             yield event("step", rank, step, t=step, loss=rank + step, samples=rank + 1, norm_squared=float(rank))
 
     queues = [list(of(rank)) for rank in range(world)]
@@ -77,15 +79,47 @@ def test_a_step_waits_for_all_ranks():
     assert not record.ended
 
 
-def test_the_loss_is_that_told_else_that_logged_else_the_root():
+def test_the_loss_is_that_logged_else_the_closure_s_else_the_root():
     steps = [event("step", 0, 0, loss=None, root=4.0), event("step", 1, 0, loss=2.0, root=9.0)]
-    assert losses(fed([*starts(2), *steps])) == [(0, 2.0)]
+    record = fed([*starts(2), *steps])
+    assert losses(record) == [(0, 2.0)]
+    assert record.steps.loss_name == "loss"
     roots = [event("step", rank, 0, loss=None, root=rank, samples=1 + 2 * rank) for rank in range(2)]
     record = fed([*starts(2), *roots])
     assert losses(record) == [(0, 0.75)]
+    assert (record.steps.loss_name, record.steps.losses()) == ("loss (as passed to backward)", ([0], [0.75]))
     record.feed(event("log", 0, 0, figures={"loss": 8.0}, n=4))
     assert losses(record) == [(0, 8.0)]
     assert record.steps.figure_names == []
+    assert (record.steps.loss_name, record.steps.losses()) == ("loss", ([0], [8.0]))
+
+
+def test_losses_that_were_told_now_and_then_are_not_mixed_with_roots():
+    logs = [event("log", 0, step, figures={"loss": 1.0}, n=1) for step in (1, 3)]
+    record = fed([*starts(1), *logs, *(event("step", 0, step, loss=None, root=0.25) for step in range(5))])
+    assert record.steps.losses() == ([1, 3], [1.0, 1.0])
+
+
+def test_a_logged_loss_is_weighed_by_its_own_n():
+    logs = [event("log", rank, 0, figures={"loss": 1.0 + 2 * rank}, n=10 + 20 * rank) for rank in range(2)]
+    steps = [event("step", rank, 0, loss=None, root=9.0, samples=4) for rank in range(2)]
+    assert losses(fed([*starts(2), *logs, *steps])) == [(0, 2.5)]
+    nothing = event("log", 0, 0, figures={"loss": math.nan}, n=0)
+    assert losses(fed([*starts(2), *logs, nothing, *steps])) == [(0, 2.5)]
+
+
+def test_losses_and_tokens_logged_after_a_step_are_counted_once_each():
+    record = fed([*starts(1), event("log", 0, 0, figures={"loss": 1.0, "tokens": 10}, n=1)])
+    record.feed(event("step", 0, 0, loss=None, root=9.0))
+    record.feed(event("log", 0, 0, figures={"loss": 3.0, "tokens": 5}, n=1))
+    assert (record.steps[0].loss, record.steps[0].tokens) == (2.0, 15)
+
+
+def test_a_figure_with_the_name_of_a_column_is_not_that_column():
+    record = fed([*starts(1), event("step", 0, 0, loss=1.0, seconds={"forward": 2.0})])
+    record.feed(event("log", 0, 0, figures={"duration": 3.0}, n=1))
+    assert record.steps.column("duration") == ([0], [2.0])
+    assert record.steps.figure("duration") == ([0], [3.0])
 
 
 def test_figures_logged_after_a_step_are_its_own():
@@ -93,13 +127,64 @@ def test_figures_logged_after_a_step_are_its_own():
     record.feed(event("log", 0, 0, figures={"held_out": 1.0}, n=1))
     record.feed(event("log", 1, 0, figures={"held_out": 4.0}, n=2))
     assert record.steps[0].figures == {"held_out": 3.0}
-    assert record.steps.column("held_out") == ([0], [3.0])
+    assert record.steps.figure("held_out") == ([0], [3.0])
 
 
-def test_figures_after_the_last_step_are_added_to_it():
-    record = fed([*starts(1), event("step", 0, 0, loss=1.0), event("log", 0, 1, figures={"accuracy": 0.5}, n=1)])
+def test_figures_of_a_step_that_was_not_finished_are_kept_apart():
+    logs = [event("log", 0, step, figures={"accuracy": step + 0.5}, n=1) for step in range(2)]
+    record = fed([*starts(1), logs[0], event("step", 0, 0, loss=1.0), logs[1]])
     record.finish()
     assert record.steps[0].figures == {"accuracy": 0.5}
+    assert record.unfinished == {"accuracy": 1.5}
+
+
+def test_a_text_that_reads_like_a_number_is_a_text(tmp_path):
+    stream = EventStream(tmp_path, 0)
+    stream.emit("run.start", world=1)
+    stream.emit("sample", text="nan", title="inf")
+    stream.close()
+    assert [(sample.text, sample.title) for sample in load(tmp_path).samples] == [("nan", "inf")]
+
+
+def test_an_integer_without_end_is_infinite(tmp_path):
+    stream = EventStream(tmp_path, 0)
+    stream.emit("run.start", world=1)
+    stream.emit("log", 0, figures={"tokens": 10**400, "depth": -(10**400)}, n=1)
+    stream.emit("step", 0, loss=1.0, samples=10**400, seconds={"forward": 1.0})
+    stream.close()
+    row = load(tmp_path).steps[0]
+    assert (row.samples, row.tokens, row.figures["depth"]) == (math.inf, math.inf, -math.inf)
+
+
+def test_rows_of_a_long_run_are_small():
+    """Less than 1 KB for each rank, of which about half is what every row has once."""
+    kinds = ("parameters", "gradients", "optimizer state", "buckets")
+    fields = {
+        "loss": None,
+        "samples": 4,
+        "bytes": {"payload": 10**6, "control": 100},
+        "skipped": False,
+        "lr": [0.1],
+    }
+    count = 2000
+
+    def steps():
+        yield from starts(2)
+        for step in range(count):
+            for rank in range(2):
+                own = {"root": step / 3, "norm_squared": step / 7, "memory": dict.fromkeys(kinds, 10**6 + step)}
+                own["seconds"] = dict.fromkeys(PHASES, step / 9)
+                own["resident"] = {"private": 10**9 + step, "shared": 10**8}
+                yield event("step", rank, step, t=step + 0.5, **fields, **own)
+
+    tracemalloc.start()
+    try:
+        record = fed(steps())
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(record.steps) == count
+    assert size / count / 2 < 1000
 
 
 @given(st.lists(st.tuples(FINITE, st.integers(0, 100)), min_size=1))
@@ -115,7 +200,9 @@ def test_what_is_not_a_number_stays_so_unless_it_weighs_nothing():
     assert math.isnan(weighted_mean([1.0, math.nan], [1, 1]))
     assert weighted_mean([1.0, math.nan], [1, 0]) == 1.0
     assert weighted_mean([1.0, math.inf], [1, 1]) == math.inf
-    assert averaged([LogEntry({"a": 1.0}, 1), LogEntry({"a": 4.0, "tokens": 9}, 2)]) == {"a": 3.0}
+    logs = [LogEntry({"a": 1.0}, 1), LogEntry({"a": 4.0, "tokens": 9}, 2), LogEntry({"tokens": 1}, 0)]
+    assert averaged(logs) == {"a": 3.0}
+    assert (tokens_of(logs), tokens_of(logs[:1])) == (10, None)
 
 
 def test_memory_adds_up_by_host():
@@ -186,6 +273,19 @@ def test_several_distributes_before_the_first_step_are_one_run():
     record.feed(event("step", 0, 0, loss=5.0, optimizer=1))
     record.feed(event("step", 0, 1, loss=2.0))
     assert losses(record) == [(0, 1.0), (1, 2.0)], "the table is that of the first optimizer"
+
+
+def test_a_distribute_after_steps_begins_another_run():
+    def fold(loss):
+        for rank in range(2):
+            yield event("run.start", rank, world=2, pid=rank)
+        for step in range(3):
+            for rank in range(2):
+                yield event("log", rank, step, figures={"loss": loss + step}, n=1)
+                yield event("step", rank, step, loss=None)
+
+    record = fed([*fold(1.0), *fold(100.0)])
+    assert losses(record) == [(0, 100.0), (1, 101.0), (2, 102.0)]
 
 
 def test_events_of_unknown_kinds_are_ignored():

@@ -24,6 +24,8 @@ from sherd.errors import ConfigError
 from sherd.observe import monitor
 from sherd.observe.monitor import RunMonitor
 from sherd.observe.phases import BACKWARD, COMMUNICATION, FORWARD, PHASES, REST, PhaseClock
+from sherd.observe.process import command
+from sherd.observe.runs import load
 
 STRATEGIES = ("ddp", "zero2", "zero3")
 ROWS, GLOBAL = 10, 4  # in two steps of 4 rows and one of 2
@@ -79,7 +81,7 @@ def test_without_a_training_loader_what_follows_a_step_is_forward():
     run = RunMonitor()
     run.begin_batch(trains=False)
     run.end_batch(trains=False, samples=3)
-    assert (run.clock.phase, run.batch) == (REST, None)  # a loader to evaluate with
+    assert run.clock.phase == REST  # a loader to evaluate with
     run.begin_step()
     run.end_step()
     assert run.clock.phase == FORWARD
@@ -224,7 +226,7 @@ def check_start(fields, world, strategy):
 
 def check_step(fields, own, world):
     assert (fields["loss"], fields["root"], fields["samples"]) == (None, own["loss"], own["rows"])
-    assert (fields["tokens"], fields["skipped"], fields["lr"]) == (None, False, [0.01])
+    assert (fields["skipped"], fields["lr"]) == (False, [0.01])
     assert fields["bytes"] == own["bytes"]
     assert fields["memory"] == own["memory"]
     assert fields["memory"]["optimizer state"] > 0
@@ -346,7 +348,7 @@ def test_the_loss_of_a_closure_is_that_of_the_step(ranks, tmp_path, kind):
 
 
 def logged():
-    sherd.log(early=1)  # before anything
+    sherd.log(early=1)  # before anything, in a child process: nobody knows yet that it is a rank
     model = double()
     loader = DataLoader(TensorDataset(*batch(0, rows=ROWS, dtype=torch.float64)), batch_size=3)
     with comm.connect() as c:
@@ -372,11 +374,10 @@ def test_figures_of_a_user_belong_to_their_step_and_need_no_other_rank(ranks, tm
     (begun,) = second
     assert (begun.step, begun.fields) == (0, {"figures": {"begun": 1}, "n": 1})
     steps = recorded(tmp_path)
-    told = steps[0][0].fields
-    assert told["loss"] == pytest.approx(told["root"] * (3 + 2) / (3 + 1), rel=1e-12)
-    assert told["tokens"] == 15
-    assert [event.fields["tokens"] for event in (*steps[0][1:], *steps[1])] == [None] * 3
-    assert [event.fields["loss"] for event in (*steps[0][1:], *steps[1])] == [None] * 3
+    assert [event.fields["loss"] for events in steps for event in events] == [None] * 4
+    row, other = load(tmp_path).steps
+    assert row.loss == pytest.approx(steps[0][0].fields["root"] * (3 + 2) / (3 + 1), rel=1e-12)
+    assert (row.tokens, other.tokens) == (15, None)
     rest = [(event.step, list(event.fields["figures"]), event.fields["n"]) for event in first[1:]]
     assert rest == [
         (0, ["loss", "tokens"], 3),
@@ -386,6 +387,123 @@ def test_figures_of_a_user_belong_to_their_step_and_need_no_other_rank(ranks, tm
     ]
     assert [events[0].fields["text"] for events in recorded(tmp_path, "sample")] == ["Once upon a time"] * 2
     assert [events[0].fields for events in recorded(tmp_path, "run.length")] == [{"steps": 100}] * 2
+
+
+def evaluated():
+    """Two ranks have 5 samples: three batches each of one, the last of which is only repeated on rank 1."""
+    model = nn.Linear(1, 1)
+    data = TensorDataset(torch.arange(8.0).view(-1, 1))
+    held_out = TensorDataset(torch.arange(5.0).view(-1, 1))
+    with comm.connect() as c:
+        model, optimizer, loader, held_out = sherd.distribute(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            DataLoader(data, batch_size=2),
+            DataLoader(held_out, batch_size=1),
+            comm=c,
+        )
+        for number, (x,) in enumerate(loader):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 0:
+                with torch.no_grad():
+                    for (x,) in held_out:
+                        sherd.log(held_out=x.pow(2).mean())
+        with torch.no_grad():
+            for _ in loader:
+                sherd.log(seen=1.0)
+        sherd.log(over=1.0)
+
+
+def test_figures_weigh_what_the_batch_at_hand_has_of_its_own(ranks, tmp_path):
+    run(ranks(2), tmp_path, evaluated)
+    for rank, events in enumerate(recorded(tmp_path, "log")):
+        weights = [(name, event.fields["n"]) for event in events for name in event.fields["figures"]]
+        assert weights == [
+            *zip(["held_out"] * 3, (1, 1, 1 - rank), strict=True),
+            ("seen", 2),
+            ("seen", 2),
+            ("over", 1),
+        ]
+    first, last = load(tmp_path).steps
+    assert first.figures["held_out"] == pytest.approx((0 + 1 + 4 + 9 + 16) / 5)
+    # Batches of the training loader that were fetched without gradients are none of a step.
+    assert [row.samples for row in (first, last)] == [4, 4]
+    assert last.figures == {"seen": 1.0, "over": 1.0}
+
+
+def scaled(divided):
+    """A loss of 1 through a GradScaler, and perhaps a part of that."""
+    model = nn.Linear(2, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with comm.connect() as c:
+        model, optimizer = sherd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), comm=c)
+        for _ in range(2):
+            loss = scaler.scale(model(torch.ones(1, 2)).sum() * 0 + 1)
+            (loss / 2 if divided else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("divided", "root"), [(False, 1.0), (True, None)])
+def test_the_root_of_a_scaled_loss_is_not_the_scaled_one(ranks, tmp_path, divided, root):
+    run(ranks(1), tmp_path, scaled, divided)
+    ((*events,),) = recorded(tmp_path)
+    assert [event.fields["root"] for event in events] == [root, root]
+
+
+def folds():
+    """Two runs in one process."""
+    with comm.connect() as c:
+        for number in range(2):
+            model = double()
+            model, optimizer = sherd.distribute(model, sgd(model), comm=c)
+            for step in range(2 + number):
+                loss_of(model, batch(c.rank, step, dtype=torch.float64)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                sherd.log(loss=100.0 * number + step)
+            sherd.distribute(double(), comm=c)  # a model that only looks on begins no run
+
+
+def test_a_distribute_after_steps_is_another_run(ranks, tmp_path):
+    run(ranks(2), tmp_path, folds)
+    for starts, events, logs in zip(*(recorded(tmp_path, kind) for kind in ("run.start", "step", "log")), strict=True):
+        assert ["optimizer" in start.fields for start in starts] == [False, False]
+        assert [event.step for event in events] == [event.step for event in logs] == [0, 1, 0, 1, 2]
+        assert not any("optimizer" in event.fields for event in events)
+    assert load(tmp_path).steps.losses() == ([0, 1, 2], [100.0, 101.0, 102.0])
+
+
+def accumulated():
+    """Windows of two, logged after `step()`."""
+    model = double()
+    with comm.connect() as c:
+        model, optimizer = sherd.distribute(model, sgd(model), comm=c, accumulate=2)
+        for number in range(4):
+            loss_of(model, batch(c.rank, number, dtype=torch.float64)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sherd.log(loss=float(number), tokens=10)
+
+
+def test_what_is_logged_after_every_part_of_a_window_is_of_its_step(ranks, tmp_path):
+    run(ranks(2), tmp_path, accumulated)
+    steps = load(tmp_path).steps
+    assert [(row.loss, row.tokens) for row in steps] == [(0.5, 40), (2.5, 40)]
+
+
+def test_secrets_of_the_command_are_not_written(monkeypatch):
+    words = ["train.py", "--api-key", "K1", "--hfToken=K2", "wandb.api_key=K3", "-password", "K4", "--secret"]
+    monkeypatch.setattr(sys, "argv", [*words, "--tokens", "512", "--max-tokens=5", "--keyframes", "3", "key.txt"])
+    told = command()
+    assert not any(secret in word for word in told for secret in ("K1", "K2", "K3", "K4"))
+    assert told == [
+        *("train.py", "--api-key", "***", "--hfToken=***", "wandb.api_key=***", "-password", "***", "--secret"),
+        *("--tokens", "512", "--max-tokens=5", "--keyframes", "3", "key.txt"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -500,11 +618,17 @@ def test_every_optimizer_has_steps_of_its_own(ranks, tmp_path):
         # The first one's add up to the whole run, whatever happens in between.
         passed = sum(sum(event.fields["seconds"].values()) for event in one)
         assert other[-1].mono - starts[1].mono <= 1e9 * passed + 2
-    assert [[event.step for event in events] for events in recorded(tmp_path, "log")] == [[0, 1]] * 2
+    # What is logged belongs to the steps of the one that took the first, of which a reader has its rows.
+    assert [[event.step for event in events] for events in recorded(tmp_path, "log")] == [[1, 3]] * 2
+    rows = load(tmp_path).steps
+    assert [(row.step, row.figures) for row in rows] == [(0, {}), (1, {"done": 1}), (2, {}), (3, {"done": 1})]
+    assert [row.root for row in rows] == [None] * 4, "of two optimizers nobody knows whose it is"
 
 
 SCRIPT = """
 import sys, torch, sherd
+sherd.log(early=1)
+sherd.observe.emit("sample", text="early")
 model = torch.nn.Linear(3, 2)
 model, optimizer = sherd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
 model(torch.ones(1, 3)).sum().backward()
@@ -524,8 +648,9 @@ def test_a_plain_script_tells_how_it_ended(tmp_path, error):
         error is not None,
     )
     events = list(observe.read(tmp_path))
-    assert [event.kind for event in events] == ["run.start", "step", "run.end"]
-    assert events[0].fields["command"][1:] == ([error] if error else [])
+    assert [event.kind for event in events] == ["log", "sample", "run.start", "step", "run.end"]
+    assert events[2].fields["command"][1:] == ([error] if error else [])
+    assert load(tmp_path).steps[0].figures == {"early": 1}
     assert events[-1].fields == {"ok": error is None}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from sherd import observe
+from sherd.data import share
 from sherd.errors import ConfigError
 from sherd.observe import monitor
 
@@ -20,9 +21,10 @@ def log(*, n: float | None = None, **figures: Any) -> None:
 
     Not collective: any rank may call it, at any time, and `if sherd.is_main(): sherd.log(...)` is fine. Whoever reads
     the events averages a figure over the ranks and the calls of a step, weighted by `n`: the samples that it is a mean
-    over. The default is the samples of the last batch of the training loader, or 1 without one.
+    over. The default is the samples of the batch at hand, of whichever distributed loader, and those that are only
+    repeated so that every rank has a batch count nothing. Without such a batch it is 1.
 
-    `loss=` is also the loss of the step, and `tokens=` adds to the tokens of the step. While events are off it does
+    `loss=` is the loss of the step, and `tokens=` adds up to the tokens of the step. While events are off it does
     nothing but check its arguments. `SHERD_EVENTS=directory` turns them on, and so does `sherd run --events`.
     """
     if not figures:
@@ -31,14 +33,16 @@ def log(*, n: float | None = None, **figures: Any) -> None:
     weight = None if n is None else _number("n", n)
     if weight is not None and not (math.isfinite(weight) and weight >= 0):
         raise ConfigError(f"sherd.log got n={n!r}; write the number of samples that the figures are a mean over")
+    observe.open_early()
     run = monitor.current
-    if run is None:
-        return
-    if weight is None:
-        weight = 1 if run.batch is None else run.batch
-    step = run.step_of_log()
-    run.tell(found.get("loss"), found.get("tokens"), weight)
-    observe.emit("log", step, figures=found, n=weight)
+    if run is not None:
+        weight = _samples_at_hand() if weight is None else weight
+        observe.emit("log", run.step_of_log(), figures=found, n=weight)
+
+
+def _samples_at_hand() -> int:
+    at_hand = share._newest()  # not `yielded()`: a mean over an epoch that has ended is not one over its last batch
+    return 1 if at_hand is None or at_hand.batch is None else at_hand.batch.counted
 
 
 def _number(name: str, value: Any) -> float | int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, cast
@@ -24,9 +23,10 @@ from sherd.api.training import Closure, Training, training_of
 from sherd.comm import Communicator
 from sherd.comm.handle import time_waits
 from sherd.config import Options, flag_from_env
+from sherd.engine.scaling import notice_scalers
 from sherd.observe import monitor
 from sherd.observe.monitor import RunMonitor, Tally
-from sherd.observe.process import Resident, machine
+from sherd.observe.process import Resident, command, machine
 
 RECOUNT_SECONDS = 30.0
 """How often all tensors of parameters and state are asked for their sizes, though nothing seems to have changed."""
@@ -35,9 +35,13 @@ RECOUNT_SECONDS = 30.0
 def record(plan: Plan, comm: Communicator) -> None:
     """Tell that a run begins, and of every step from now on."""
     run = monitor.current
-    if run is None:
+    if run is None or (run.steps and plan.optimizer is None):  # one more model of the run that is under way
         return
+    if run.steps:
+        run = observe.begin_anew()
     time_waits()
+    notice_scalers()
+    run.grad_enabled = torch.is_grad_enabled
     run.loads |= bool(plan.shardings)
     run.clock.follow_this_thread()
     number = {} if plan.optimizer is not None and run.optimizers == 0 else {"optimizer": run.optimizers}
@@ -69,7 +73,7 @@ def _beginning(plan: Plan, comm: Communicator) -> dict[str, Any]:
         "accumulate": accumulate,
         "total_steps": observe.expected_steps(),
         "machine": machine(),
-        "command": list(sys.argv),
+        "command": command(),
         "threads": torch.get_num_threads(),
     }
 
@@ -122,10 +126,9 @@ class StepRecorder:
         (tally, seconds), sent, step = self._reader.read(), self._bytes(), self._steps
         self._steps += 1
         fields: dict[str, Any] = {
-            "loss": _loss(tally, loss),
-            "root": _mean(tally.roots, tally.backwards),
+            "loss": _number(loss),
+            "root": self._root(tally),
             "samples": tally.samples if tally.batches else None,
-            "tokens": tally.tokens,
             "seconds": seconds,
             "bytes": {kind: sent[kind] - self._sent[kind] for kind in sent},
             "memory": self._memory.read(),
@@ -141,6 +144,10 @@ class StepRecorder:
             fields["optimizer"] = self._number
         self._run.stepped(self._number)
         observe.emit("step", step, **fields)
+
+    def _root(self, tally: Tally) -> float | None:
+        # Of several optimizers nobody knows whose loss a backward began at.
+        return tally.roots / tally.backwards if tally.backwards and self._run.optimizers == 1 else None
 
     def _bytes(self) -> dict[str, int]:
         total = self._training.engine.comm.counters.total()
@@ -171,15 +178,6 @@ class _Memory:
             self._kinds = {**self._kinds, **engine.gradients.bytes()}
             self._kinds["buckets"] += engine.store.gathered_bytes()
         return self._kinds
-
-
-def _loss(tally: Tally, returned: Any) -> float | None:
-    told = _mean(tally.losses, tally.weight)
-    return _number(returned) if told is None else told
-
-
-def _mean(total: float, weight: float) -> float | None:
-    return total / weight if weight else None
 
 
 def _number(value: Any) -> float | None:

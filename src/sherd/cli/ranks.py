@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sherd.cli import tied
+from sherd.cli.endings import Endings
 from sherd.cli.machines.rendezvous import Meeting
 from sherd.cli.output.forwarding import Output
 from sherd.comm.network import IFNAME
@@ -50,6 +51,7 @@ class Ranks:
         # that can be written to, and nothing of them is left, even by `kill -9`.
         self._errors = [os.memfd_create("sherd-run-error") for _ in range(meeting.ranks)]
         self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._endings = Endings(range(meeting.first_rank, meeting.first_rank + meeting.ranks))
 
     @property
     def running(self) -> dict[int, int]:
@@ -115,6 +117,7 @@ class Ranks:
         del self._running[rank]
         if code != 0:
             self._output.settle(rank, killed=code < 0)
+            self._endings.failed(rank, describe_exit(code))
         return Ended(rank, process.pid, code, _recorded(self._errors[rank - self._meeting.first_rank]))
 
     def _environment(self, local: int) -> dict[str, str]:

@@ -101,7 +101,8 @@ class Together(Handle):
 def time_waits() -> None:
     """Have the time that a run's thread spends in `wait()` and `release()` count as communication, from now on.
 
-    Not before somebody wants to know: a call more for each wait is not much, but for nothing.
+    Not before somebody wants to know: a call more for each wait is not much, but for nothing. It changes the classes of
+    handles, and stays for the life of the process: once no run is recorded, a wait has one test for None more.
     """
     kinds = Handle.__subclasses__()
     for kind in kinds:

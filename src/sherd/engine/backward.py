@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from sherd.engine.scaling import unscaled
 from sherd.observe import monitor
 
 
@@ -63,13 +64,13 @@ def _alive() -> Iterator[Listener]:
             yield listener
 
 
-def _losses(roots: Any) -> list[float]:
-    """The values of what a backward begins at, as far as they are numbers at hand."""
+def _losses(roots: Any) -> list[Tensor]:
+    """What a backward begins at, as far as it is numbers at hand."""
     if not isinstance(roots, (list, tuple)):
         roots = (roots,)
     # On an accelerator a value would have to be waited for; and there are other kinds of roots than tensors.
     here = (root for root in roots if type(root) is Tensor and root.device.type == "cpu" and root.numel() == 1)
-    return [float(root.detach()) for root in here if not root.is_complex()]
+    return [root for root in here if not root.is_complex()]
 
 
 def _wrap() -> None:
@@ -83,7 +84,7 @@ def _wrap() -> None:
             return
         run = monitor.current
         if run is not None:
-            run.begin_backward(_losses(args[0] if args else options.get("tensors")))
+            run.begin_backward(unscaled(_losses(args[0] if args else options.get("tensors")), run))
         try:
             outermost(*args, **options)
         finally:

@@ -10,6 +10,7 @@ for event in observe.read(directory): ...
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import sys
 from typing import Any
@@ -17,16 +18,19 @@ from typing import Any
 from sherd.errors import ConfigError
 from sherd.observe import monitor
 from sherd.observe.events import Event, EventStream, NullStream, read, register_kind
+from sherd.observe.monitor import RunMonitor
 
 __all__ = [
     "Event",
     "EventStream",
     "NullStream",
+    "begin_anew",
     "emit",
     "expect",
     "expected_steps",
     "finish",
     "from_env",
+    "open_early",
     "open_from_env",
     "read",
     "recording",
@@ -39,6 +43,8 @@ __all__ = [
 _current = NullStream()
 _runs = 0  # begun on the current stream and not ended
 _expected: int | None = None
+_settled = ""  # what SHERD_EVENTS said when a stream was last chosen
+_early: int | None = None  # the rank of the current stream, if it was opened before the ranks had met
 
 
 def stream() -> NullStream:
@@ -53,9 +59,9 @@ def recording() -> bool:
 
 def use(new: NullStream) -> NullStream:
     """Make `new` the process's current stream; returns the one before, still open."""
-    global _current, _runs
+    global _current, _runs, _settled, _early
     before, _current = _current, new
-    _runs = 0
+    _runs, _settled, _early = 0, os.environ.get("SHERD_EVENTS", ""), None
     if recording():
         monitor.start()
     else:
@@ -64,7 +70,8 @@ def use(new: NullStream) -> NullStream:
 
 
 def emit(kind: str, /, step: int | None = None, **fields: Any) -> None:
-    """Record one event on the current stream."""
+    """Record one event on the current stream, which is opened if nobody has done so and SHERD_EVENTS names one."""
+    open_early()
     _current.emit(kind, step, **fields)
 
 
@@ -75,9 +82,30 @@ def from_env(rank: int) -> NullStream:
 
 
 def open_from_env(rank: int) -> None:
-    """Begin to record where SHERD_EVENTS says so and nobody has begun."""
+    """Begin to record where SHERD_EVENTS says so and nobody has begun. The ranks have met, and this is `rank`."""
+    global _early
+    if _early not in (None, rank):  # the launcher's variables, or their absence, told another
+        use(NullStream()).close()
     if os.environ.get("SHERD_EVENTS") and not recording():
         use(from_env(rank))
+    _early = None
+
+
+def open_early() -> None:
+    """The same before the ranks have met, as the rank that the launcher's variables tell.
+
+    Not in a child process of multiprocessing: that may be a loader's worker, which would write into its parent's file.
+    And not where somebody has chosen a stream already, even none.
+    """
+    global _early
+    if type(_current) is not NullStream:
+        return
+    directory = os.environ.get("SHERD_EVENTS", "")
+    if not directory or directory == _settled or multiprocessing.parent_process() is not None:
+        return
+    rank = os.environ.get("RANK", "")
+    use(from_env(int(rank) if rank.isdecimal() else 0))
+    _early = int(rank) if rank.isdecimal() else 0
 
 
 def expect(steps: int) -> None:
@@ -101,6 +129,13 @@ def start_run(**fields: Any) -> None:
     _runs += 1
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)
+
+
+def begin_anew() -> RunMonitor:
+    """Another run begins in this process, which counts its steps and its optimizers from 0."""
+    global _expected
+    _expected = None
+    return monitor.start()
 
 
 def finish(ok: bool) -> None:

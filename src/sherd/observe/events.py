@@ -28,10 +28,12 @@ from sherd.errors import ConfigError, Unsupported, nearest
 
 SCHEMA = 1
 COMMON = ("v", "t", "mono", "rank", "kind", "step")
+_COMMON = frozenset(COMMON)
 FLUSH_BYTES = 1 << 16
 FLUSH_NS = 1_000_000_000
+LARGEST_BITS = 1023
+"""Of an integer; a larger one cannot be a float, which means, rates and plots need."""
 
-_JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -147,8 +149,8 @@ class EventStream(NullStream):
                 raise ConfigError(f"emit({kind.name!r}) came after {self.path.name} was closed; close the stream last")
             # Stamped under the lock, so that a file's lines are in the order of their clocks.
             now = time.monotonic_ns()
-            common = (SCHEMA, time.time(), now, self.rank, kind.name, step)
-            line = _encode({**dict(zip(COMMON, common, strict=True)), **fields})
+            common = {"v": SCHEMA, "t": time.time(), "mono": now, "rank": self.rank, "kind": kind.name, "step": step}
+            line = _encode(common | fields)
             self._lines.append(line)
             self._size += len(line)
             if kind.urgent or self._size >= self._limit or now >= self._due:
@@ -187,9 +189,11 @@ def _checked(name: str, step: object, fields: Iterable[str]) -> Kind:
     if step is not None and type(step) is not int:
         raise ConfigError(f"event {name!r}: step={step!r} must be an int or None")
     given = set(fields)
+    if given >= kind.required and not (given & _COMMON if kind.extra else given - kind.required):
+        return kind
     if missing := sorted(kind.required - given):
         raise ConfigError(f"event {name!r} lacks {missing}; it requires {sorted(kind.required)}")
-    surplus = given & set(COMMON) if kind.extra else given - kind.required
+    surplus = given & _COMMON if kind.extra else given - kind.required
     for field in sorted(surplus):
         raise ConfigError(f"event {name!r} cannot take the field {field!r}; {nearest(field, kind.required)}")
     return kind
@@ -236,6 +240,8 @@ def _to_json(value: Any) -> Any:
 
 
 def _from_json(value: Any) -> Any:
+    if type(value) is int and value.bit_length() > LARGEST_BITS:
+        return math.inf if value > 0 else -math.inf
     return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
@@ -247,6 +253,7 @@ def parse(line: bytes) -> Event | None:
     except (ValueError, AttributeError, KeyError, TypeError):
         return None
     right = isinstance(event.v, int) and isinstance(event.t, (int, float)) and isinstance(event.rank, int)
+    right = right and (event.step is None or isinstance(event.step, int))
     return event if right else None
 
 

@@ -1,7 +1,7 @@
-"""What this process sees of its run while events are on: phases, batches, losses. `current` is None while they are off.
+"""What this process sees of its run while events are on: phases, batches, roots. `current` is None while they are off.
 
-The loader, the backward, the optimizer's step and the user's `sherd.log` tell it; whoever emits a `step` event reads
-it. There may be several who read, each with figures of its own: each optimizer has its own steps.
+The loader, the backward and the optimizer's step tell it; whoever emits a `step` event reads it. There may be several
+who read, each with figures of its own: each optimizer has its own steps.
 
     (loader)  data -> forward;  backward() -> rest;  step(): update -> rest
     without a training loader the time after a step is forward, as nobody can tell where data ends
@@ -24,11 +24,6 @@ class Tally:
     """that training loaders yielded"""
     samples: int = 0
     """in them; those that are only repeated, so that every rank has a batch, count nothing"""
-    tokens: float | None = None
-    weight: float = 0.0
-    """of the losses that were told"""
-    losses: float = 0.0
-    """their weighted sum"""
     backwards: int = 0
     """from scalar roots"""
     roots: float = 0.0
@@ -60,9 +55,13 @@ class RunMonitor:
         self.optimizers = 0
         """How many were distributed."""
         self.steps = 0
-        """Real steps of the first of them."""
-        self.batch: int | None = None
-        """Samples of the last batch of a training loader."""
+        """Real steps of the one that took the first: the steps that figures belong to."""
+        self.leader: int | None = None
+        """Which one that was; None before the first step."""
+        self.scaled = False
+        """Whether a GradScaler is in use: what a backward begins at may then be a scaled loss."""
+        self.grad_enabled: Callable[[], bool] = lambda: True
+        """Whether gradients are on; batches fetched while they are off are for an evaluation."""
         self._moved = False  # whether a batch came or a backward began since the last step
         self._readers: list[Reader] = []
 
@@ -75,14 +74,14 @@ class RunMonitor:
 
     def begin_batch(self, trains: bool) -> None:
         """A loader was asked for a batch; `trains` says whether it is a training loader."""
-        self.clock.enter(DATA if trains else REST)
+        self.clock.enter(DATA if trains and self.grad_enabled() else REST)
 
     def end_batch(self, trains: bool, samples: int | None) -> None:
         """It yielded so many samples; None: it had no more."""
-        self.clock.enter(FORWARD if trains and samples is not None else REST)
-        if trains and samples is not None:
+        to_train = trains and samples is not None and self.grad_enabled()
+        self.clock.enter(FORWARD if to_train else REST)
+        if to_train and samples is not None:
             self._moved = True
-            self.batch = samples
             for reader in self._readers:
                 reader.tally.batches += 1
                 reader.tally.samples += samples
@@ -122,34 +121,25 @@ class RunMonitor:
     def stepped(self, optimizer: int) -> None:
         """It was a real one, of this optimizer."""
         self._moved = False
-        if optimizer == 0:
+        if self.leader is None:
+            self.leader = optimizer
+        if optimizer == self.leader:
             self.steps += 1
-
-    # ---------------------------------------------------------------- what is told
 
     def step_of_log(self) -> int:
         """The step that what is logged now belongs to: the last one, if neither a batch nor a backward came since."""
         return self.steps if self._moved or not self.steps else self.steps - 1
-
-    def tell(self, loss: float | None, tokens: float | None, weight: float) -> None:
-        """Keep a loss for the next step event, unless it is of the step before, and tokens."""
-        this_step = self.step_of_log() == self.steps
-        for tally in (reader.tally for reader in self._readers):
-            if tokens is not None:
-                tally.tokens = tokens + (tally.tokens or 0)
-            if loss is not None and this_step:
-                tally.weight += weight
-                tally.losses += weight * loss
 
 
 current: RunMonitor | None = None
 """The one of this process, while events are on."""
 
 
-def start() -> None:
+def start() -> RunMonitor:
     """Begin a new one."""
     global current
     current = RunMonitor()
+    return current
 
 
 def stop() -> None:

@@ -13,9 +13,9 @@ the phases add up to the time that has passed.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from threading import get_ident
 
 PHASES = ("data", "forward", "backward", "communication", "update", "rest")
 DATA, FORWARD, BACKWARD, COMMUNICATION, UPDATE, REST = range(len(PHASES))
@@ -28,17 +28,17 @@ class PhaseClock:
         self._now = now
         self._spent = [0] * len(PHASES)
         self._since = now()
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self.phase = REST
 
     def follow_this_thread(self) -> None:
         """Count this thread from now on."""
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
 
     def enter(self, phase: int) -> int:
         """Begin a phase; gives the one before, to come back to."""
         before = self.phase
-        if threading.get_ident() == self._thread:
+        if get_ident() == self._thread:  # called tens of times in a step: no look-up of a module's attribute
             now = self._now()
             self._spent[before] += now - self._since
             self._since = now

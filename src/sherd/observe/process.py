@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,9 @@ from pathlib import Path
 RESIDENT_SECONDS = 1.0
 """How often the kernel is asked: it adds up the whole address space for an answer, 50 us or more."""
 _FIELDS = {b"RssAnon:": "private", b"RssShmem:": "shared"}
+_SECRET = re.compile(r"(?:^|[-_.])(?:api)?(?:token|key|secret|passw(?:or)?d|credentials?)(?:$|[-_.])", re.IGNORECASE)
+_CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
+MASK = "***"
 
 
 def machine() -> dict[str, str | int | None]:
@@ -24,6 +28,21 @@ def machine() -> dict[str, str | int | None]:
         "platform": platform.platform(),
         "sherd": _version("sherd"),
     }
+
+
+def command() -> list[str]:
+    """What this process was called with. Values of options that are named like a secret are left out."""
+    found: list[str] = []
+    mask_next = False
+    for word in sys.argv:
+        name, equals, _ = word.partition("=")
+        secret = bool(_SECRET.search(_CAMEL.sub("-", name)))
+        if mask_next and not word.startswith("-"):
+            found.append(MASK)
+        else:
+            found.append(f"{name}={MASK}" if secret and equals else word)
+        mask_next = secret and not equals and word.startswith("-")
+    return found
 
 
 def _version(module: str) -> str | None:

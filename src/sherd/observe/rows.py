@@ -1,7 +1,9 @@
 """Steps of a run as a reader shows them: what every rank reported of one step, merged into one row. Pure arithmetic.
 
-Losses are averaged over ranks by samples, and figures by their own weights. Norms come as shares that are added up
-before the root is taken. A host's memory is the sum over its ranks by kind: each accounts for what it allocated.
+The loss of a step is what `sherd.log(loss=...)` told, averaged over ranks and calls by their weights like every figure;
+else what the step's closure returned; else what its backwards began at (the *root*, a mean where there were several).
+The last two are averaged over ranks by samples. Norms come as shares that are added up before the root is taken. A
+host's memory is the sum over its ranks by kind: each accounts for what it allocated.
 """
 
 from __future__ import annotations
@@ -11,13 +13,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
+from sherd.observe.by_rank import ByRank, shared
 from sherd.observe.hosts import Host
+from sherd.observe.means import sum_by_key, total, weighted_mean
+from sherd.observe.phases import PHASES
 
-PHASES = ("data", "forward", "backward", "communication", "update", "rest")
-"""What a step's time goes into, in the order of a step."""
+__all__ = ["PHASES", "LayerFigures", "StepRow", "StepTable", "merge"]
+
+LOSS = "loss"
+BACKWARD_LOSS = "loss (as passed to backward)"
+_NO_LAYERS: Mapping[str, LayerFigures] = {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LayerFigures:
     """One layer in one step. `update_ratio` is the length of the update over that of the values."""
 
@@ -25,41 +33,82 @@ class LayerFigures:
     update_ratio: float | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class StepRow:
     """One step of all ranks. What no rank told is None or empty. Figures that are logged after it are added later."""
+
+    # A long run has many rows: what ranks told is kept packed, and put together when it is asked for.
 
     step: int
     t: float  # unix seconds at which the last rank finished it
     ranks: tuple[int, ...]  # those that reported it: all, unless some had ended or died
-    told_loss: float | None
+    closure_loss: float | None
     root: float | None  # mean of the roots of its backwards
     norm: float | None
     lr: tuple[float | None, ...]
     samples: int | None
-    tokens: int | None
-    seconds: dict[str, float]  # mean over ranks, by phase
-    seconds_by_rank: dict[int, dict[str, float]]
-    bytes: dict[str, int]  # sum over ranks
-    bytes_by_rank: dict[int, dict[str, int]]
-    memory: dict[int, dict[str, int]]  # by rank, then by kind
-    host_memory: dict[str, dict[str, int]]  # by host, then by kind
-    resident: dict[int, dict[str, int]]  # by rank: private and shared bytes of the process
-    host_resident: dict[str, int]
     skipped: bool
+    spent: ByRank  # seconds
+    sent: ByRank  # bytes
+    held: ByRank  # memory
+    touched: ByRank  # resident memory
+    hosts: Sequence[Host]
+    tokens: float | None = None
     figures: dict[str, float] = field(default_factory=dict)
-    layers: dict[str, LayerFigures] = field(default_factory=dict)
+    layers: Mapping[str, LayerFigures] = field(default_factory=lambda: _NO_LAYERS)
+
+    @property
+    def told_loss(self) -> float | None:
+        """The loss that `sherd.log` was given, before the step or after it; else what its closure returned."""
+        return self.figures.get(LOSS, self.closure_loss)
 
     @property
     def loss(self) -> float | None:
-        """The loss that was told before the step, or after it; else that of the roots of its backwards."""
-        told = self.told_loss if self.told_loss is not None else self.figures.get("loss")
+        """The loss that was told, else that of the roots of its backwards."""
+        told = self.told_loss
         return self.root if told is None else told
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Mean over ranks, by phase."""
+        return self.spent.means()
+
+    @property
+    def seconds_by_rank(self) -> dict[int, dict[str, float]]:
+        """By rank, then by phase."""
+        return self.spent.floats()
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """What all ranks sent, by kind."""
+        return self.sent.sums()
+
+    @property
+    def memory(self) -> dict[int, dict[str, int]]:
+        """By rank, then by kind."""
+        return self.held.integers()
+
+    @property
+    def host_memory(self) -> dict[str, dict[str, int]]:
+        """By host, then by kind."""
+        return _by_host(self.hosts, self.memory)
+
+    @property
+    def resident(self) -> dict[int, dict[str, int]]:
+        """By rank: private and shared bytes of the process."""
+        return self.touched.integers()
+
+    @property
+    def host_resident(self) -> dict[str, int]:
+        """Bytes of the processes of each host."""
+        resident = self.resident
+        found = {host.name: _host_resident(host, resident) for host in self.hosts}
+        return {name: size for name, size in found.items() if size is not None}
 
     @property
     def duration(self) -> float | None:
         """Seconds that the step took: those of the slowest rank."""
-        return max((sum(each.values()) for each in self.seconds_by_rank.values()), default=None)
+        return self.spent.largest()
 
     @property
     def samples_per_second(self) -> float | None:
@@ -74,8 +123,9 @@ class StepRow:
     @property
     def communication_share(self) -> float | None:
         """The share of the ranks' time that went into exposed communication, from 0 to 1."""
-        total = sum(self.seconds.values())
-        return self.seconds.get("communication", 0.0) / total if total > 0 else None
+        seconds = self.seconds
+        total = sum(seconds.values())
+        return seconds.get("communication", 0.0) / total if total > 0 else None
 
     @property
     def waiting(self) -> dict[int, float]:
@@ -112,96 +162,62 @@ class StepTable(Sequence[StepRow]):
         self._rows.append(row)
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps and values of a figure, or of an attribute of the rows such as "loss"; rows without it are left out."""
-        pairs = [(row.step, _value(row, name)) for row in self._rows]
-        known = [(step, value) for step, value in pairs if value is not None]
-        return [step for step, _ in known], [value for _, value in known]
+        """Steps and values of an attribute of the rows such as "norm"; rows without it are left out."""
+        return _known((row.step, getattr(row, name)) for row in self._rows)
+
+    def figure(self, name: str) -> tuple[list[int], list[float]]:
+        """Steps and values of a figure that `sherd.log` was given; rows without it are left out."""
+        return _known((row.step, row.figures.get(name)) for row in self._rows)
+
+    @property
+    def tells_loss(self) -> bool:
+        """Whether the run told a loss in any step. What backwards began at may be another thing then: see `losses`."""
+        return any(row.told_loss is not None for row in self._rows)
+
+    @property
+    def loss_name(self) -> str:
+        """What `losses` are to be called."""
+        return LOSS if self.tells_loss or all(row.root is None for row in self._rows) else BACKWARD_LOSS
+
+    def losses(self) -> tuple[list[int], list[float]]:
+        """Steps and their losses. Told ones alone, if there are any: half a loss in between would be a curve of two."""
+        return self.column("told_loss" if self.tells_loss else "root")
 
     @property
     def figure_names(self) -> list[str]:
         """The names that `sherd.log` was given, in the order of their first use, without the loss."""
-        return list(dict.fromkeys(name for row in self._rows for name in row.figures if name != "loss"))
-
-
-@dataclass(frozen=True)
-class LogEntry:
-    """One call of `sherd.log` on one rank."""
-
-    figures: Mapping[str, float]
-    n: float
+        return list(dict.fromkeys(name for row in self._rows for name in row.figures if name != LOSS))
 
 
 def merge(
     step: int,
     t: float,
     reports: Mapping[int, Mapping[str, Any]],
-    figures: dict[str, float],
     world: int,
     hosts: Sequence[Host],
 ) -> StepRow:
-    """One row out of the `step` events of ranks, by rank. `figures` are those of all ranks."""
+    """One row out of the `step` events of ranks, by rank, without what was logged."""
     ranks = sorted(reports)
     each = {rank: reports[rank] for rank in ranks}
-    memory = {rank: dict(fields["memory"]) for rank, fields in each.items() if fields.get("memory")}
-    resident = {rank: dict(fields["resident"]) for rank, fields in each.items() if fields.get("resident")}
-    seconds = {rank: dict(fields["seconds"]) for rank, fields in each.items() if fields.get("seconds")}
-    sent = {rank: dict(fields["bytes"]) for rank, fields in each.items() if fields.get("bytes")}
     whole = len(ranks) >= world
+    layers = [fields["layers"] for fields in each.values() if fields.get("layers")] if whole else []
     return StepRow(
         step=step,
         t=t,
-        ranks=tuple(ranks),
-        told_loss=_mean_over_ranks("loss", list(each.values())),
+        ranks=shared(tuple(ranks)),
+        closure_loss=_mean_over_ranks("loss", list(each.values())),
         root=_mean_over_ranks("root", list(each.values())),
         norm=_root_of_sum([fields.get("norm_squared") for fields in each.values()]) if whole else None,
         lr=next((tuple(fields["lr"]) for fields in each.values() if fields.get("lr")), ()),
-        samples=_total(fields.get("samples") for fields in each.values()),
-        tokens=_total(fields.get("tokens") for fields in each.values()),
-        seconds=_mean_by_key(seconds.values()),
-        seconds_by_rank=seconds,
-        bytes=sum_by_key(sent.values()),
-        bytes_by_rank=sent,
-        memory=memory,
-        host_memory=_by_host(hosts, memory),
-        resident=resident,
-        host_resident={host.name: found for host in hosts if (found := _host_resident(host, resident)) is not None},
+        samples=total(fields.get("samples") for fields in each.values()),
         skipped=any(bool(fields.get("skipped")) for fields in each.values()),
-        figures=figures,
-        layers=_layers([fields["layers"] for fields in each.values() if fields.get("layers")]) if whole else {},
+        spent=_packed("seconds", each),
+        sent=_packed("bytes", each),
+        held=_packed("memory", each),
+        touched=_packed("resident", each),
+        hosts=hosts,
+        layers=_layers(layers) if layers else _NO_LAYERS,
     )
-
-
-def weighted_mean(values: Sequence[float], weights: Sequence[float | None]) -> float:
-    """The mean by weights. Where one of them is unknown, or all are zero, every value weighs the same."""
-    known = [weight for weight in weights if weight is not None]
-    if len(known) < len(values) or not sum(known) > 0:
-        known = [1] * len(values)
-    # A weight of zero takes its value out, even one that is not a number: that rank had no samples.
-    total = math.fsum(known)
-    parts = [value * (weight / total) for value, weight in zip(values, known, strict=True) if weight]
-    return sum(parts) if any(not math.isfinite(part) for part in parts) else math.fsum(parts)
-
-
-def averaged(logs: Iterable[LogEntry]) -> dict[str, float]:
-    """Every figure's mean over calls and ranks, by their weights. Tokens are left out: those of a step are a sum."""
-    found: dict[str, tuple[list[float], list[float | None]]] = {}
-    for entry in logs:
-        for name, value in entry.figures.items():
-            if name == "tokens":
-                continue
-            values, weights = found.setdefault(name, ([], []))
-            values.append(value)
-            weights.append(entry.n)
-    return {name: weighted_mean(values, weights) for name, (values, weights) in found.items()}
-
-
-def sum_by_key(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Sums of what has the same name, in the order of first appearance."""
-    total: dict[str, int] = {}
-    for part in parts:
-        for name, value in part.items():
-            total[name] = total.get(name, 0) + value
-    return total
 
 
 def _mean_over_ranks(name: str, reports: Sequence[Mapping[str, Any]]) -> float | None:
@@ -210,10 +226,8 @@ def _mean_over_ranks(name: str, reports: Sequence[Mapping[str, Any]]) -> float |
     return weighted_mean([value for value, _ in told], [weight for _, weight in told]) if told else None
 
 
-def _mean_by_key(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    listed = list(parts)
-    names = dict.fromkeys(name for part in listed for name in part)
-    return {name: math.fsum(part.get(name, 0.0) for part in listed) / len(listed) for name in names}
+def _packed(name: str, reports: Mapping[int, Mapping[str, Any]]) -> ByRank:
+    return ByRank({rank: fields[name] for rank, fields in reports.items() if fields.get(name)})
 
 
 def _by_host(hosts: Iterable[Host], memory: Mapping[int, Mapping[str, int]]) -> dict[str, dict[str, int]]:
@@ -249,16 +263,10 @@ def _root_of_sum(shares: Sequence[float | None]) -> float | None:
     return math.sqrt(total) if total >= 0 else math.nan
 
 
-def _total(parts: Iterable[int | None]) -> int | None:
-    known = [part for part in parts if part is not None]
-    return sum(known) if known else None
-
-
-def _rate(count: int | None, seconds: float | None) -> float | None:
+def _rate(count: float | None, seconds: float | None) -> float | None:
     return count / seconds if count is not None and seconds else None
 
 
-def _value(row: StepRow, name: str) -> float | None:
-    value = row.figures.get(name)
-    value = getattr(row, name, None) if value is None else value
-    return value if isinstance(value, (int, float)) else None
+def _known(pairs: Iterable[tuple[int, Any]]) -> tuple[list[int], list[float]]:
+    known = [(step, value) for step, value in pairs if isinstance(value, (int, float))]
+    return [step for step, _ in known], [value for _, value in known]

@@ -9,13 +9,14 @@ for row in record.new_rows(): ...                # what has become complete sinc
 
 A directory may hold several runs, one after the other: a job that was restarted appends to the same files. The record
 is of the last one. A rank begins a new run with a `run.start` that comes from another process, after its `run.end` or
-after steps (several `distribute` before the first step are one run); what other ranks still tell of the run before is
-left out.
+after steps (several `distribute` before the first step are one run; one after steps begins another, as in a sweep).
+What other ranks still tell of the run before is left out.
 
 A step is complete when all ranks have reported it. A rank that has ended, that others reported as lost, or that has
 told of a later step is not waited for. Figures of `sherd.log` belong to the step that their event names; those logged
-after it, such as held-out figures, are added to its row, before the next row becomes complete. Where several optimizers
-take steps, the table has those of the first. Events of unknown kinds are ignored.
+after it, such as held-out figures, are added to its row, before the next row becomes complete; those of a step that the
+run did not finish are `unfinished`. Where several optimizers take steps, the table has those of the one that took the
+first. Events of unknown kinds are ignored.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from sherd.errors import ConfigError
 from sherd.observe.events import Event, read
 from sherd.observe.follower import Follower
 from sherd.observe.hosts import Host, hosts_of
+from sherd.observe.means import LogEntry, averaged, tokens_of
 from sherd.observe.messages import MESSAGES, Message, TextSample, text_of
-from sherd.observe.rows import PHASES, LayerFigures, LogEntry, StepRow, StepTable, averaged, merge
+from sherd.observe.rows import PHASES, LayerFigures, StepRow, StepTable, merge
 
 __all__ = [
     "PHASES",
@@ -83,6 +85,7 @@ class RunRecord:
         self.start_time: float | None = None
         self.end_time: float | None = None
         self.steps = StepTable()
+        self.unfinished: dict[str, float] = {}
         self.samples: list[TextSample] = []
         self.messages: list[Message] = []
         self.connection: dict[str, Any] | None = None
@@ -139,8 +142,9 @@ class RunRecord:
         elif event.kind == "log":
             self._on_log(rank, event)
         elif event.kind == "sample":
-            title = event.fields.get("title") or ""
-            self.samples.append(TextSample(event.step, event.t, event.rank, title, event.fields["text"]))
+            # A text may read "nan", which a reader of events takes for a number.
+            title, text = (str(event.fields.get(name) or "") for name in ("title", "text"))
+            self.samples.append(TextSample(event.step, event.t, event.rank, title, text))
         elif event.kind == "comm.connect":
             self.connection = self.connection or event.fields  # groups of ranks may connect later
             self._hosts = None
@@ -166,8 +170,7 @@ class RunRecord:
         self._pending.clear()
         left = [entry for step, entries in self._logs.items() if step not in self._rows for entry in entries]
         self._logs.clear()
-        if self.steps:
-            self.steps[-1].figures.update(averaged(left))
+        self.unfinished = averaged(left)
 
     def _on_start(self, event: Event) -> None:
         rank = self._ranks[event.rank]
@@ -213,7 +216,7 @@ class RunRecord:
         step = event.step if event.step is not None else rank.steps
         self._logs.setdefault(step, []).append(entry)
         if step in self._rows:
-            self._rows[step].figures.update(averaged(self._logs[step]))
+            self._add_logs(self._rows[step])
 
     def _on_message(self, event: Event) -> None:
         self.messages.append(Message(event.kind, event.t, event.rank, event.step, text_of(event)))
@@ -238,12 +241,17 @@ class RunRecord:
             self._append(first)
 
     def _append(self, pending: _Pending) -> None:
-        figures = averaged(self._logs.get(pending.step, ()))
-        row = merge(pending.step, pending.t, pending.reports, figures, self.world, self.hosts)
+        row = merge(pending.step, pending.t, pending.reports, self.world, self.hosts)
+        self._add_logs(row)
         if self.steps:
             self._logs.pop(self.steps[-1].step, None)
         self.steps.append(row)
         self._rows[row.step] = row
+
+    def _add_logs(self, row: StepRow) -> None:
+        logs = self._logs.get(row.step, ())
+        row.figures.update(averaged(logs))
+        row.tokens = tokens_of(logs)
 
 
 def load(path: str | os.PathLike[str]) -> RunRecord:

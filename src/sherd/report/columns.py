@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from sherd.observe.rows import StepRow, sum_by_key
+from sherd.observe.rows import LOSS, StepRow
 
 
 def columns(row: StepRow) -> dict[str, float | int | None]:
     """All numbers of a step in one level; memory and bytes are those of all ranks together. Figures come last.
 
-    A figure that has the name of one of the others is called `log.<name>`.
+    `loss` is what the run told, and `root` what its backwards began at, which may be a scaled loss or a part of one. A
+    figure that has the name of one of the others is called `log.<name>`.
     """
     named: dict[str, float | int | None] = {
         "step": row.step,
         "time": row.t,
-        "loss": row.loss,
+        "loss": row.told_loss,
+        "root": row.root,
         "norm": row.norm,
         "lr": row.lr[0] if row.lr else None,
         "samples": row.samples,
@@ -26,9 +28,9 @@ def columns(row: StepRow) -> dict[str, float | int | None]:
     named |= {f"lr.{number}": lr for number, lr in enumerate(row.lr[1:], start=1)}
     named |= {f"seconds.{phase}": value for phase, value in row.seconds.items()}
     named |= {f"bytes.{kind}": value for kind, value in row.bytes.items()}
-    named |= {f"memory.{kind}": value for kind, value in sum_by_key(row.memory.values()).items()}
-    if row.host_resident:
-        named["resident"] = sum(row.host_resident.values())
+    named |= {f"memory.{kind}": value for kind, value in row.held.sums().items()}
+    if resident := row.host_resident:
+        named["resident"] = sum(resident.values())
     return named | {
-        f"log.{name}" if name in named else name: value for name, value in row.figures.items() if name != "loss"
+        f"log.{name}" if name in named else name: value for name, value in row.figures.items() if name != LOSS
     }

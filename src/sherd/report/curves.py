@@ -22,13 +22,23 @@ def figures_of_loss(runs: Sequence[Run]) -> list[str]:
 
 def loss(runs: Sequence[Run]) -> Panel | None:
     """The training loss of every run, and every logged figure that is a loss too."""
-    data = _curves(runs, "loss", lambda row: row.loss, smooth=True)
+    data = [trace for run in runs for trace in _losses(run, len(runs) == 1)]
     for name in figures_of_loss(runs):
         data += _curves(runs, name, _figure(name), sparse=True, dash="dash", named=True)
     note = (
         "Mean over ranks by samples. The bold line is smoothed." if _any_smooth(data) else "Mean over ranks by samples."
     )
     return _panel("Loss", note, data, axis(), wide=True, height=400, log=True)
+
+
+def _losses(run: Run, alone: bool) -> list[dict[str, Any]]:
+    """Those that the run told, if it told any, as `StepTable.losses` has them; else those of its backwards."""
+    steps = run.record.steps
+    told, name = steps.tells_loss, steps.loss_name
+    sparse = told and any(row.told_loss is None for row in steps)
+    traces = _curves([run], name, lambda row: row.told_loss if told else row.root, smooth=True, sparse=sparse)
+    shown = name if alone else run.label if told else f"{run.label}: {name}"
+    return [trace | {"name": shown} for trace in traces]
 
 
 def figures(runs: Sequence[Run]) -> list[Panel]:
@@ -144,7 +154,7 @@ def _trace(
     kept = thinned(values)
     begin = run.record.start_time or run.record.steps[0].t
     return {
-        "type": "scattergl" if len(kept) > 5000 else "scatter",
+        "type": "scatter",
         "mode": "lines" if len(kept) > 1 else "markers",
         "name": name,
         "x": [rows[index].step for index in kept],

@@ -25,7 +25,7 @@ def page(runs: Sequence[Run], sections: Sequence[Section], plotly: str) -> str:
     body = [
         _header(title, runs),
         _tiles(runs[0]) if len(runs) == 1 else _comparison(runs),
-        *[_messages(runs)],
+        _messages(runs),
         '<p class="nothing">No step is complete yet.</p>' if not panels else "",
         *[_section(section, numbers, len(runs)) for section in sections],
         _texts(runs),

@@ -46,15 +46,17 @@ def phases_over_time(run: Run) -> Panel | None:
 
 def phases_by_rank(run: Run) -> Panel | None:
     """Mean time by phase of each rank."""
-    rows = [row for row in run.record.steps if row.seconds_by_rank]
+    rows = [row for row in run.record.steps if len(row.spent)]
     if not rows:
         return None
     phases = _phase_colours(rows)
-    means = {
-        rank: {phase: _mean([row.seconds_by_rank[rank].get(phase, 0.0) for row in there]) for phase in phases}
-        for rank, there in _rows_by_rank(rows).items()
-    }
-    bars = {f"rank {rank}": each for rank, each in means.items()}
+    spent: dict[int, dict[str, list[float]]] = {}
+    for row in rows:
+        for rank, seconds in row.seconds_by_rank.items():
+            there = spent.setdefault(rank, {phase: [] for phase in phases})
+            for phase in phases:
+                there[phase].append(seconds.get(phase, 0.0))
+    bars = {f"rank {rank}": {phase: _mean(values) for phase, values in spent[rank].items()} for rank in sorted(spent)}
     note = "Mean over steps. Communication is what its other work does not hide, waiting for other ranks included."
     return _bars("By rank", note, run, bars, phases, "s", of_seconds)
 
@@ -71,7 +73,7 @@ def memory_by_rank(run: Run) -> Panel | None:
 
 def waiting(run: Run) -> Panel | None:
     """How long each rank waits for others in a step, and how often the others wait for it."""
-    rows = [row for row in run.record.steps if len(row.seconds_by_rank) > 1]
+    rows = [row for row in run.record.steps if len(row.spent) > 1]
     if not rows:
         return None
     spent: dict[int, list[float]] = {}
@@ -155,11 +157,6 @@ def _phase_colours(rows: Sequence[StepRow]) -> dict[str, str]:
     found = dict.fromkeys(phase for row in rows for phase in row.seconds)
     ordered = [phase for phase in PHASES if phase in found] + [phase for phase in found if phase not in PHASES]
     return colours_of(ordered, PHASE_COLOURS)
-
-
-def _rows_by_rank(rows: Sequence[StepRow]) -> dict[int, list[StepRow]]:
-    ranks = sorted({rank for row in rows for rank in row.seconds_by_rank})
-    return {rank: [row for row in rows if rank in row.seconds_by_rank] for rank in ranks}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -44,7 +44,7 @@ def subtitle(record: RunRecord) -> str:
 def key_figures(record: RunRecord, tokens: bool) -> dict[str, str]:
     """The numbers that people compare runs by. The rate is in tokens, or in samples."""
     rows = list(record.steps)
-    _, losses = record.steps.column("loss")
+    _, losses = record.steps.losses()
     _, durations = record.steps.column("duration")
     _, rates = record.steps.column("tokens_per_second" if tokens else "samples_per_second")
     shares = [row.communication_share for row in rows]
@@ -53,7 +53,7 @@ def key_figures(record: RunRecord, tokens: bool) -> dict[str, str]:
     told = {
         "Steps": f"{len(rows):,}",
         "Time": of_seconds(record.end_time - record.start_time) if record.end_time and record.start_time else UNKNOWN,
-        "Last loss": of_number(losses[-1]) if losses else UNKNOWN,
+        f"Last {record.steps.loss_name}": of_number(losses[-1]) if losses else UNKNOWN,
         "Median step": of_seconds(_median(durations)) if durations else UNKNOWN,
         "Tokens/s" if tokens else "Samples/s": of_count(_median(rates)) if rates else UNKNOWN,
         "Communication": of_share(sum(known) / len(known)) if known else UNKNOWN,
@@ -87,6 +87,7 @@ def details(record: RunRecord) -> dict[str, str]:
         "Memory": _installed(machine.get("memory")),
         "Software": ", ".join(versions),
         "Platform": str(machine.get("platform") or ""),
+        "Logged for a step that was not finished": _named(record.unfinished),
     }
     absent = set(range(record.world)) - set(record.starts) if record.starts else set()
     if absent:

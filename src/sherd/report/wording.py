@@ -12,12 +12,16 @@ UNKNOWN = "\N{EN DASH}"
 
 def of_bytes(count: float) -> str:
     """1536 is "1.5 KiB"."""
+    if not math.isfinite(count):
+        return UNKNOWN
     power = min(int(math.log2(count)) // 10, len(BYTE_UNITS) - 1) if count >= 1 else 0
     return f"{_three_digits(count / KIBI**power)} {BYTE_UNITS[power]}"
 
 
 def of_seconds(seconds: float) -> str:
     """0.0123 is "12.3 ms", 75 is "1 min 15 s"."""
+    if not math.isfinite(seconds):
+        return UNKNOWN
     if seconds < 1:
         return f"{_three_digits(seconds * 1000)} ms"
     if seconds < 60:
@@ -31,6 +35,8 @@ def of_seconds(seconds: float) -> str:
 
 def of_count(count: float) -> str:
     """33700000 is "33.7 M"."""
+    if not math.isfinite(count):
+        return UNKNOWN
     for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e4, " k")):
         if abs(count) >= size:
             return f"{_three_digits(count / (1e3 if size == 1e4 else size))}{unit}"

@@ -25,6 +25,7 @@ class Figures:
     step: int  # of those that are complete
     total: int | None
     loss: float | None
+    loss_name: str
     norm: float | None
     lr: float | None
     rate: str
@@ -39,6 +40,7 @@ def figures(record: RunRecord, now: float) -> Figures:
     """Of the last steps of a run."""
     rows = record.steps[-RECENT:]
     last = rows[-1] if rows else None
+    _, losses = record.steps.losses()
     total = record.total_steps
     speed = _per_second(rows, [1] * len(rows))
     done = last.step + 1 if last else 0
@@ -47,7 +49,8 @@ def figures(record: RunRecord, now: float) -> Figures:
         head=_head(record),
         step=done,
         total=total,
-        loss=last.loss if last else None,
+        loss=losses[-1] if losses else None,
+        loss_name=record.steps.loss_name,
         norm=last.norm if last else None,
         lr=last.lr[0] if last and last.lr else None,
         rate=_rate(rows),
@@ -65,7 +68,7 @@ def in_words(found: Figures) -> str:
     """One line."""
     parts = [f"step {_of(found)}"]
     if found.loss is not None:
-        parts.append(f"loss {found.loss:.4g}")
+        parts.append(f"{found.loss_name} {found.loss:.4g}")
     parts.append(found.rate)
     if "communication" in found.shares:
         parts.append(f"communication {found.shares['communication']:.0%}")
@@ -85,7 +88,7 @@ def frame(record: RunRecord, columns: int, rows: int, now: float | None = None) 
     if columns < 40 or rows < 12:
         return [in_words(found)[: columns - 1]]
     inside = columns - 5
-    steps, losses = record.steps.column("loss")
+    steps, losses = record.steps.losses()
     texts = [Text(found.head, "dim"), Text.assemble(*_now(found))]
     texts += [Text(line, "cyan") for line in curve(steps, losses, inside, min(10, rows - 12))]
     texts += [Text(" · ".join([found.rate, *_memory(found)]).strip(" ·")), Text.assemble(*_phases(found.shares))]
@@ -109,7 +112,8 @@ def _head(record: RunRecord) -> str:
 
 def _now(found: Figures) -> Iterable[str | tuple[str, str]]:
     yield (f"step {_of(found)}", "bold")
-    for name, value, form in (("loss", found.loss, ".4g"), ("norm", found.norm, ".3g"), ("lr", found.lr, ".3g")):
+    known = ((found.loss_name, found.loss, ".4g"), ("norm", found.norm, ".3g"), ("lr", found.lr, ".3g"))
+    for name, value, form in known:
         if value is not None:
             yield f"   {name} "
             yield (format(value, form), "bold")
