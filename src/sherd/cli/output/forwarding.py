@@ -98,6 +98,8 @@ class Piped(Output):
         self._console = console
         self._showing = showing
         self._several = ranks > 1
+        if self._several:
+            console.keep_bars()
         self._sources: dict[int, list[Source]] = {}
         self._theirs: dict[int, list[int]] = {}  # the ranks' ends of the pipes
         self._logs: list[int] = []
@@ -188,6 +190,7 @@ class Piped(Output):
                         self._hear(key.data)
                 self._tick()
                 self._console.flush()
+                self._console.refresh()
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
                 os.close(key.data.pipe)
@@ -248,3 +251,4 @@ def output_of(showing: Showing, ranks: int) -> Iterator[Output]:
                 output.close()
                 if watcher is not None:
                     watcher.close(well=not output.failed)
+                console.leave(keep=True)
