@@ -54,7 +54,7 @@ def test_the_figures_of_a_run():
     assert (found.elapsed, found.left) == (5, pytest.approx(10))
     assert in_words(found) == (
         "step 10/30, loss 0.4, 64 samples/s, communication 20%, memory of ranks 0: 400 MiB, 1: 400 MiB, "
-        "alpha 700 MiB, 0:10 left"
+        "host alpha 700 MiB, 0:10 left"
     )
 
 

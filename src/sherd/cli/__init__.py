@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from sherd.cli import messages
 from sherd.cli.doctor import doctor
 from sherd.cli.options import normalised
 from sherd.cli.report import report
@@ -54,7 +55,7 @@ def _status(arguments: list[str]) -> int:
 
 
 def _complain(message: str) -> int:
-    print(f"sherd: {' '.join(message.split())}", file=sys.stderr)
+    print(f"sherd{messages.where}: {' '.join(message.split())}", file=sys.stderr)
     return BAD_INPUT
 
 

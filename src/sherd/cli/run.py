@@ -13,7 +13,7 @@ import typer
 
 from sherd.cli import options
 from sherd.cli.checks import check_directories, warnings_at_start
-from sherd.cli.messages import say
+from sherd.cli.messages import say, speak_as
 from sherd.cli.options import check_strategy
 from sherd.cli.request import Request, Showing
 from sherd.cli.start import start
@@ -36,7 +36,7 @@ def run(
     log_dir: options.LogDir = None,
     quiet: options.Quiet = False,
     hosts: options.Hosts = None,
-    ssh: options.Ssh = "ssh",
+    ssh: options.Ssh = None,
     python: options.RemotePython = None,
     nnodes: options.Nnodes = 1,
     node_rank: options.NodeRank = 0,
@@ -49,6 +49,7 @@ def run(
     label: options.Label = "",
 ) -> None:
     """Start ranks of a script. Options of sherd come before the script, its own after it."""
+    speak_as(label)
     _check_nodes(nnodes, node_rank, master_addr, standalone)
     words = [*(["-m"] if module else []), script, *(arguments or [])]
     showing = Showing(
@@ -61,6 +62,8 @@ def run(
         label=label,
         attended=attended,
     )
+    if layers and not (showing.needs_events or showing.events or os.environ.get("SHERD_EVENTS")):
+        raise ConfigError("--layers adds to the events; write --events DIR, --live, --csv or --tensorboard as well")
     if hosts is not None:
         if nnodes > 1 or node_rank > 0:
             raise ConfigError("--hosts starts every machine itself; leave out --nnodes and --node-rank")
@@ -68,10 +71,14 @@ def run(
         from sherd.cli.machines.remote import Remote
 
         check_strategy(strategy)
-        remote = Remote.of(hosts, ranks, ssh, python, master_addr, master_port, wait, token_file)
+        remote = Remote.of(
+            hosts, ranks, "ssh" if ssh is None else ssh, python, master_addr, master_port, wait, token_file
+        )
         raise typer.Exit(run_on_hosts(remote, words, showing, strategy=strategy, layers=layers))
     if python is not None:
         raise ConfigError("--python is about --hosts; here the interpreter is the one that runs sherd")
+    if ssh is not None:
+        raise ConfigError("--ssh is about --hosts; write the hosts as well, such as --hosts a,b")
     machines = (nnodes, node_rank, master_addr or "", master_port, token_file, wait)
     raise typer.Exit(_run(words, ranks, showing, strategy, layers, machines))
 

@@ -17,6 +17,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from sherd import recipes
+from sherd.cli.checks import make_directory
 from sherd.cli.options import check_strategy, rank_count
 from sherd.errors import ConfigError, SherdError, nearest
 
@@ -64,12 +65,7 @@ def _train(name: str, words: Sequence[str]) -> int:
     check_strategy(arguments.strategy)
     recipe.check(arguments, arguments.ranks)
     run = arguments.run or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--run {str(run)!r} cannot be written ({error.strerror}); name a directory of yours"
-        ) from None
+    make_directory(run, "--run", unused="*")
 
     from sherd.cli.run import run_command
 

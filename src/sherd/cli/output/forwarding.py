@@ -19,7 +19,7 @@ from sherd.cli import messages
 from sherd.cli.output.console import STDERR, STDOUT, Console, Writer
 from sherd.cli.output.pieces import Pieces
 from sherd.cli.output.tracebacks import Tracebacks
-from sherd.cli.output.watching import watched
+from sherd.cli.output.watching import warn_if_nothing, watched
 from sherd.cli.request import Showing
 
 READ_BYTES = 1 << 16
@@ -252,3 +252,5 @@ def output_of(showing: Showing, ranks: int) -> Iterator[Output]:
                 if watcher is not None:
                     watcher.close(well=not output.failed)
                 console.leave(keep=True)
+                if showing.events and not (watcher or output.failed or showing.quiet or showing.attended):
+                    warn_if_nothing(showing.events)
