@@ -153,6 +153,20 @@ def test_bad_input_is_one_kind_line(here, capfd, arguments, message):
     assert output.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("SHERD_STRATEGY", "zeroo", "SHERD_STRATEGY='zeroo' names no strategy; did you mean 'zero"),
+        ("SHERD_TIMEOUT", "abc", "SHERD_TIMEOUT='abc' must be a number of seconds"),
+        ("SHERD_TRANSPORT", "hots", "did you mean 'host'?"),
+        ("SHERD_SPIN", "no", "SHERD_SPIN='no' must be 0 or 1"),
+    ],
+)
+def test_bad_values_of_variables_are_one_kind_line(here, capfd, monkeypatch, name, value, message):
+    monkeypatch.setenv(name, value)
+    test_bad_input_is_one_kind_line(here, capfd, ["run", "rank_script.py"], message)
+
+
 def test_bad_input_ends_the_process_without_a_traceback(here):
     result = sherd("run", "-n", "two", "rank_script.py")
     assert (result.returncode, result.stdout) == (2, "")

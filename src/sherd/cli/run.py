@@ -18,6 +18,7 @@ from sherd.cli.options import check_strategy
 from sherd.cli.request import Request, Showing
 from sherd.cli.start import start
 from sherd.cli.stopping import STOPPING
+from sherd.cli.variables import check_values
 from sherd.errors import ConfigError
 
 
@@ -129,6 +130,7 @@ def _run(
     """Check everything, set the ranks' environment, and start."""
     _check_script(words)
     check_strategy(strategy)
+    check_values(os.environ if strategy is None else {})
     request = Request([sys.executable, "-u", *words], ranks, *machines, showing)
     check_directories(showing, request.machines)
     if not showing.quiet:
