@@ -51,7 +51,7 @@ def _write(text: str) -> None:
 
 def say_failed(cause: Ended) -> None:
     """Which rank of this machine failed first, at once: to stop the others may take a while."""
-    where = "" if cause.traceback or cause.code < 0 else "; what it wrote is above"
+    where = "" if cause.traceback or cause.code < 0 or not cause.wrote else "; what it wrote is above"
     say(f"rank {cause.rank} failed first (pid {cause.pid}): {_ending(cause.code)}{where}")
     if cause.traceback:
         _write(cause.traceback)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import os
 import signal
 import sys
@@ -15,11 +14,14 @@ from sherd.cli import options
 from sherd.cli.checks import check_directories, warnings_at_start
 from sherd.cli.messages import say, speak_as
 from sherd.cli.options import check_strategy
+from sherd.cli.programs import check_module, check_syntax
 from sherd.cli.request import Request, Showing
 from sherd.cli.start import start
 from sherd.cli.stopping import STOPPING
 from sherd.cli.variables import check_values
 from sherd.errors import ConfigError
+
+LATE = ("-n", "--ranks", "--nproc-per-node", "--nproc_per_node", "--live", "--hosts")  # rarely options of scripts
 
 
 def run(
@@ -52,6 +54,8 @@ def run(
     """Start ranks of a script. Options of sherd come before the script, its own after it."""
     speak_as(label)
     _check_nodes(nnodes, node_rank, master_addr, standalone)
+    if ranks == 1 and not quiet and (late := next((word for word in arguments or () if word in LATE), None)):
+        say(f"note: {late} after the script is the script's own; options of sherd come before it")
     words = [*(["-m"] if module else []), script, *(arguments or [])]
     showing = Showing(
         log_dir=_path(log_dir),
@@ -163,5 +167,6 @@ def _check_script(words: list[str]) -> None:
         if not Path(words[0]).is_file():
             found = "is a directory" if Path(words[0]).is_dir() else "does not exist"
             raise ConfigError(f"the script {words[0]!r} {found}; write the path of a Python file, or -m and a module")
-    elif not importlib.machinery.PathFinder.find_spec(words[1].partition(".")[0], [os.curdir, *sys.path]):
-        raise ConfigError(f"there is no module {words[1]!r} here or among the installed ones; write -m package.module")
+        check_syntax(Path(words[0]))
+    else:
+        check_module(words[1])

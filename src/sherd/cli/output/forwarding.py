@@ -47,6 +47,10 @@ class Output:
     def settle_all(self) -> None:
         """The same for all of them."""
 
+    def wrote(self, rank: int) -> bool:
+        """Whether it is known that the rank wrote something."""
+        return False
+
     def interrupted(self) -> None:
         """From now on ranks end because they are told to."""
 
@@ -64,6 +68,7 @@ class Source:
         self.ended = False
         self.pieces = Pieces()
         self.last = 0.0  # when something came
+        self.wrote = False
         self._log = log
         os.set_blocking(pipe, False)
 
@@ -76,6 +81,7 @@ class Source:
         except BlockingIOError:
             return None
         self.ended = not data
+        self.wrote = self.wrote or bool(data)
         self.last = time.monotonic()
         if self._log is not None and data:
             self._keep(data)
@@ -134,7 +140,7 @@ class Piped(Output):
         self.failed = True
         if self._console.lock.acquire(timeout=SETTLE_SECONDS):
             try:
-                self._drain(rank, killed)
+                self._drain(rank, killed, failed=True)
             finally:
                 self._console.lock.release()
 
@@ -144,6 +150,9 @@ class Piped(Output):
                 self._drain_all()
             finally:
                 self._console.lock.release()
+
+    def wrote(self, rank: int) -> bool:
+        return any(source.wrote for source in self._sources.get(rank, ()))
 
     def interrupted(self) -> None:
         self._tracebacks.interrupted = True
@@ -171,12 +180,12 @@ class Piped(Output):
         self._tracebacks.close()
         self._console.flush()
 
-    def _drain(self, rank: int, killed: bool = False) -> None:
+    def _drain(self, rank: int, killed: bool = False, failed: bool = False) -> None:
         for source in self._sources.get(rank, ()):
             while data := source.read():
                 self._pass_on(source, data)
             self._finish(source)
-        self._tracebacks.release(rank, killed)
+        self._tracebacks.release(rank, killed, failed)
         self._console.flush()
 
     def _pump(self) -> None:
@@ -221,7 +230,9 @@ class Piped(Output):
             self._console.put(source.writer, pieces)
 
     def _show_stderr(self, rank: int, pieces: Any) -> None:
-        self._console.put(self._sources[rank][1].writer, pieces)
+        writer = self._sources[rank][1].writer
+        own = f"[rank{rank}]: ".encode()  # torch's, which says the same as ours
+        self._console.put(writer, [piece.removeprefix(own) for piece in pieces] if writer.prefix else pieces)
 
     def _tick(self) -> None:
         self._tracebacks.tick()
