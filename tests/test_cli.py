@@ -325,7 +325,7 @@ def test_options_after_the_script_are_the_scripts(here):
 def test_a_full_disk_is_said_in_one_line(here):
     (here / "say.py").write_text("print('word')")
     for command, name in ((["--help"], "sherd: stdout"), (["run", "-n", "2", "say.py"], "sherd run: no more")):
-        with open("/dev/full", "w") as full:
+        with Path("/dev/full").open("w") as full:
             result = subprocess.run(
                 [*SHERD, *command], stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE, check=False
             )

@@ -27,6 +27,9 @@ from sherd.errors import SherdError
 BAD_INPUT = 2
 INTERRUPTED = 130
 
+# Why what we print ourselves cannot be written: nobody reads it, or it goes into a file on a full disk.
+_LEFT, _FULL = (errno.EPIPE, errno.EIO), (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 # Plain text: a box around a one-line error makes it five lines.
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 # A script's own options follow it, so parsing stops at the first word that is not an option.
@@ -48,10 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         status = _status(sys.argv[1:] if arguments is None else list(arguments))
         sys.stdout.flush()
-    except OSError as error:  # what we print ourselves cannot be written: a full disk, or nobody reads it
+    except OSError as error:
+        if error.errno not in (*_LEFT, *_FULL) or error.filename is not None:
+            raise
         # Or the interpreter would try again at its end, and complain about it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno not in (errno.EPIPE, errno.EIO):
+        if error.errno in _FULL:
             _complain(f"stdout cannot be written: {error.strerror}")
         status = 1
     sys.exit(status)
