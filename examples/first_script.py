@@ -41,7 +41,7 @@ def judged(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]]) -> tuple[fl
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", default="zero2", help="ddp, zero1, zero2 or zero3")
+    parser.add_argument("--strategy", help="ddp, zero1, zero2 or zero3; default: that of sherd run, else zero2")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch", type=int, default=96, help="samples per step, on all ranks together")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")

@@ -106,12 +106,19 @@ def wait_for(condition, seconds=PATIENCE):
         (["run", "absent.py"], "the script 'absent.py' does not exist; write the path of a Python file"),
         (["run", "temporary"], "the script 'temporary' is a directory"),
         (["run", "-m", "absent.module"], "there is no module 'absent.module'"),
+        (["run", "-m", "json.absent"], "there is no module 'json.absent'"),
+        (["run", "-m", "json.tool.absent"], "there is no module 'json.tool.absent'"),
+        (["run", "-m", "json"], "'json' is a package without a __main__"),
+        (["run", "bad_syntax.py"], "the script 'bad_syntax.py' is not valid Python: line 2: "),
         (["run"], "Missing argument"),
         (["run", "--nnodes", "2", "rank_script.py"], "--nnodes 2 needs --master-addr"),
         (["run", "--node-rank", "1", "rank_script.py"], "--node-rank 1 must be below --nnodes 1"),
         (["run", "--standalone", "--nnodes", "2", "rank_script.py"], "--standalone is a run on one machine"),
         (["run", "--nproc_per_node", "0", "rank_script.py"], "found '0', expected a whole number from 1"),
-        (["run", "--rank", "2", "rank_script.py"], "No such option: --rank (Possible options: --node-rank, --ranks)"),
+        (
+            ["run", "--rank", "2", "rank_script.py"],
+            "No such option: --rank; did you mean '--node-rank' or '--ranks'? (sherd run --help",
+        ),
         (["run", "--strategy", "zero4", "rank_script.py"], "--strategy 'zero4' is not known; did you mean 'zero"),
         (["run", "--events", "temporary/..", "rank_script.py"], "is not empty; name a new directory for every run"),
         (
@@ -120,10 +127,13 @@ def wait_for(condition, seconds=PATIENCE):
         ),
         (
             ["run", "--log-dir", "rank_script.py", "rank_script.py"],
-            "--log-dir 'rank_script.py' cannot be written (File",
+            "--log-dir 'rank_script.py' is a file; name a directory",
         ),
         (["run", "--csv", "temporary", "rank_script.py"], "--csv 'temporary' cannot be written (Is a directory)"),
         (["run", "--tensorboard", "/proc/x", "rank_script.py"], "--tensorboard '/proc/x' cannot be written"),
+        (["run", "--csv", "rank_script.py", "rank_script.py"], "--csv 'rank_script.py' is not empty; name a new file"),
+        (["run", "--layers", "rank_script.py"], "--layers adds to the events; write --events DIR"),
+        (["run", "--ssh", "ssh", "rank_script.py"], "--ssh is about --hosts"),
         (["run", "--python", "python3", "rank_script.py"], "--python is about --hosts"),
         (["run", "--hosts", "-oProxyCommand=x", "rank_script.py"], "'-oProxyCommand=x' is no host"),
         (["run", "--hosts", "a,a", "rank_script.py"], "a is there twice; write a:2 for more ranks there"),
@@ -135,11 +145,12 @@ def wait_for(condition, seconds=PATIENCE):
         (["run", "--hosts", "a,b", "--ssh", "", "rank_script.py"], "--ssh is empty"),
         (["run", "--hosts", "a,b", "--ssh", "/absent/ssh", "rank_script.py"], "'/absent/ssh' cannot be run (No such"),
         (["run", "--hosts", "a,b", "--live", "rank_script.py"], "with several machines write --events DIR as well"),
-        (["rum"], "No such command 'rum'. Did you mean 'run'?"),
-        (["doctor", "--jsn"], "No such option: --jsn (Possible options: --json)"),
+        (["rum"], "No such command 'rum'; did you mean 'run'? (sherd --help lists"),
+        (["doctor", "--jsn"], "No such option: --jsn; did you mean '--json'? (sherd doctor --help"),
     ],
 )
 def test_bad_input_is_one_kind_line(here, capfd, arguments, message):
+    (here / "bad_syntax.py").write_text("x = 1\ny = = 2\n")
     with pytest.raises(SystemExit) as end:
         main(arguments)
     output = capfd.readouterr()
@@ -148,6 +159,20 @@ def test_bad_input_is_one_kind_line(here, capfd, arguments, message):
     assert output.err.startswith("sherd: ")
     assert message in output.err
     assert output.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("SHERD_STRATEGY", "zeroo", "SHERD_STRATEGY='zeroo' names no strategy; did you mean 'zero"),
+        ("SHERD_TIMEOUT", "abc", "SHERD_TIMEOUT='abc' must be a number of seconds"),
+        ("SHERD_TRANSPORT", "hots", "did you mean 'host'?"),
+        ("SHERD_SPIN", "no", "SHERD_SPIN='no' must be 0 or 1"),
+    ],
+)
+def test_bad_values_of_variables_are_one_kind_line(here, capfd, monkeypatch, name, value, message):
+    monkeypatch.setenv(name, value)
+    test_bad_input_is_one_kind_line(here, capfd, ["run", "rank_script.py"], message)
 
 
 def test_bad_input_ends_the_process_without_a_traceback(here):
@@ -292,6 +317,20 @@ def test_options_after_the_script_are_the_scripts(here):
     (here / "echo.py").write_text("import sys; print(sys.argv[1:])")
     result = sherd("run", "echo.py", "-n", "5", "--help", "--", "-m")
     assert (result.returncode, result.stdout) == (0, "['-n', '5', '--help', '--', '-m']\n")
+    assert (
+        result.stderr == "sherd run: note: -n after the script is the script's own; options of sherd come before it\n"
+    )
+
+
+def test_a_full_disk_is_said_in_one_line(here):
+    (here / "say.py").write_text("print('word')")
+    for command, name in ((["--help"], "sherd: stdout"), (["run", "-n", "2", "say.py"], "sherd run: no more")):
+        with Path("/dev/full").open("w") as full:
+            result = subprocess.run(
+                [*SHERD, *command], stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE, check=False
+            )
+        assert result.stderr.count("No space left on device") == 1, result.stderr
+        assert result.stderr.startswith(name)
 
 
 def free_port():

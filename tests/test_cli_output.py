@@ -102,10 +102,11 @@ def test_a_traceback_that_all_share_is_shown_once(capfd, hook):
     code = "import sys, time; time.sleep(0.{0}); sys.stderr.write({1!r})"
     texts = ["".join(f"{hook}{line}\n" for line in lines).format(rank) for rank in range(4)]
     codes = [code.format(rank, text) for rank, text in enumerate(texts)]
-    run_codes([*codes, code.format(4, texts[0].replace("bad", "good"))])
+    run_codes([*codes, code.format(4, texts[0].replace("bad", "good").replace("[rank0]", "[rank4]"))])
     output = capfd.readouterr().err
     assert output.count("Traceback") == 2
     assert "sherd run: ranks 1-3: the same\n" in output
+    assert "[rank 4] [rank" not in output
     assert re.search(r"^\[rank 4\] .*good$", output, flags=re.MULTILINE)
 
 
@@ -127,6 +128,36 @@ def test_a_rank_that_says_the_same_again_is_heard():
         tracebacks.release(rank)
     tracebacks.close()
     assert (shown, said) == ([0, 0], ["rank 1: the same", "rank 1: the same"])
+
+
+def test_the_same_last_words_are_shown_once():
+    shown, said = [], []
+    tracebacks = Tracebacks(lambda rank, lines: shown.append((rank, b"".join(lines))), said.append)
+    tracebacks.take(0, [b"usage: x\n"])
+    tracebacks.take(1, [b"usage: x\n", b"x: error: rank 1 does not like it\n"])  # before rank 0 has come to its error
+    tracebacks.take(0, [b"x: error: rank 0 does not like it\n"])
+    tracebacks.take(2, [b"usage: x\n", b"another error\n"])
+    tracebacks.take(3, [b"usage: x\n"])
+    for rank in range(3):
+        tracebacks.release(rank, failed=True)
+    tracebacks.release(3)  # has not failed
+    tracebacks.close()
+    assert [rank for rank, _ in shown] == [0, 0, 2, 3]
+    assert shown[2][1] == b"usage: x\nanother error\n"
+    assert said == ["rank 1: the same"]
+
+
+def test_ranks_that_refuse_their_arguments_say_so_once(here):
+    (here / "parse.py").write_text(
+        "import argparse, time\np = argparse.ArgumentParser(); p.add_argument('--epochs', type=int); p.parse_args()\n"
+    )
+    result = sherd("run", "-n", "3", "parse.py", "--epochs", "x")
+    assert result.returncode == 2
+    assert 1 <= result.stderr.count("invalid int value") <= 2  # two may come to their ends between two looks
+    (here / "quit.py").write_text("import sys; sys.exit(3)")
+    result = sherd("run", "-n", "2", "quit.py")
+    assert result.returncode == 3
+    assert "what it wrote" not in result.stderr
 
 
 def test_the_exception_of_a_chain_is_the_last():

@@ -61,7 +61,7 @@ def test_a_run_on_two_hosts(here, ssh, monkeypatch):
     for command in here.glob("command-*"):
         assert token not in command.read_text()
     assert token not in result.stdout + result.stderr
-    assert "sherd run on me@b: machine 1: ranks 1 to 2 of 3, over lo" in result.stderr
+    assert "sherd run on me@b: machine 1: ranks 1-2 of 3, over lo" in result.stderr
     assert "no SHERD_TOKEN" not in result.stderr
 
 
@@ -103,9 +103,31 @@ def test_a_host_that_cannot_be_reached_ends_the_others(here, ssh):
     assert "sherd run: ssh to unreachable failed, or the connection was lost (status 255)\n" in result.stderr
 
 
+def test_hosts_that_all_fail_at_once_are_named(here, ssh):
+    result = sherd("run", "--hosts", "unreachable", *ssh, str(here / "rank_script.py"))
+    assert result.returncode == 255
+    assert "sherd run: ssh to unreachable failed, or the connection was lost (status 255)\n" in result.stderr
+
+
+def test_files_inside_the_events_directory_and_a_script_without_steps(here, ssh):
+    inside = ["--events", "events", "--csv", "events/run.csv", "--log-dir", "events/logs"]
+    result = sherd("run", "--hosts", "a,b", *ssh, *inside, str(here / "rank_script.py"))
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("no rank recorded a step") == 1
+    assert len(list((here / "events" / "logs").iterdir())) == 2
+
+
+def test_bad_input_of_a_host_has_its_name(here, ssh):
+    result = sherd("run", "--hosts", "a", *ssh, "absent.py")
+    assert result.returncode == 2
+    assert result.stderr.startswith("sherd on a: the script 'absent.py' does not exist")
+
+
 def test_the_command_for_a_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(
-        os, "environ", {TOKEN: "secret" * 4, "SHERD_TIMEOUT": "3", "HOME": "/root", "OMP_NUM_THREADS": "1"}
+        os,
+        "environ",
+        {TOKEN: "secret" * 4, "SHERD_TIMEOUT": "3", "HOME": "/root", "SHERD_HOST": "a", "OMP_NUM_THREADS": "1"},
     )
     monkeypatch.chdir(tmp_path)
     remote = Remote.of("[fd00::1]:3,b", 2, "ssh -p 22", None, None, 29500, 600, None)

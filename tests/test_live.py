@@ -56,7 +56,7 @@ def test_the_figures_of_a_run():
     assert (found.elapsed, found.left) == (5, pytest.approx(10))
     assert in_words(found) == (
         "step 10/30, loss 0.4, 64 samples/s, communication 20%, memory of ranks 0: 400 MiB, 1: 400 MiB, "
-        "alpha 700 MiB, 0:10 left"
+        "host alpha 700 MiB, 0:10 left"
     )
 
 
@@ -127,6 +127,9 @@ class Screen(Console):
     def is_terminal(self, stream):
         return True
 
+    def _size(self):
+        return 80, 24
+
     def _write(self, stream, data):
         self.written += bytes(data).decode()
 
@@ -135,21 +138,33 @@ class Screen(Console):
         return written
 
 
-ERASED = "\x1b[2A\r\x1b[J"
+CLEARED = "\r\x1b[K"
+
+
+def erased(rows):
+    return CLEARED + "\x1b[1A\x1b[2K" * rows
+
+
+def drawn(*lines, over=0):
+    """A frame, in the place of one that took so many rows; the screen is not cleared first."""
+    text = "".join(f"{line}\x1b[K\n" for line in lines)
+    return f"{CLEARED}\x1b[{over}A{text}\x1b[J" if over else text
 
 
 def test_prints_scroll_above_the_frame():
     screen = Screen()
     screen.show(["one", "two"])
-    assert screen.take() == "one\ntwo\n"
+    assert screen.take() == drawn("one", "two")
     writer = Writer(STDOUT)
     screen.put(writer, [b"a line\n", b"another\n"])
     screen.flush()
-    assert screen.take() == f"{ERASED}a line\nanother\none\ntwo\n"
+    assert screen.take() == f"{erased(2)}a line\nanother\n" + drawn("one", "two")
     screen.show(["1", "2"])
-    assert screen.take() == f"{ERASED}1\n2\n"
+    assert screen.take() == drawn("1", "2", over=2)
+    screen.show(["1"])
+    assert screen.take() == drawn("1", over=2)
     screen.leave(keep=False)
-    assert screen.take() == ERASED
+    assert screen.take() == drawn(over=1)
 
 
 def test_a_question_makes_the_frame_wait_until_ranks_go_on():
@@ -158,14 +173,14 @@ def test_a_question_makes_the_frame_wait_until_ranks_go_on():
     screen.take()
     screen.put(writer, [b"(Pdb) "])
     screen.flush()
-    assert screen.take() == f"{ERASED}(Pdb) "
+    assert screen.take() == f"{erased(2)}(Pdb) "
     screen.show(["one", "two"], latest=1.0)  # a step from before the question
     assert screen.take() == ""
     screen.put(writer, [b"42\n", b"(Pdb) "])
     screen.flush()
     assert screen.take() == "42\n(Pdb) "
     screen.show(["one", "two"], latest=1e12)
-    assert screen.take() == "\none\ntwo\n"
+    assert screen.take() == "\n" + drawn("one", "two")
 
 
 def test_progress_bars_are_part_of_the_frame():
@@ -175,10 +190,39 @@ def test_progress_bars_are_part_of_the_frame():
     screen.put(writer, [b"\r", b"20%\r"])
     screen.take()
     screen.show(["one"])
-    assert screen.take() == "\x1b[1A\r\x1b[J[rank 1] 20%\none\n"
+    assert screen.take() == drawn("[rank 1] 20%", "one", over=1)
     screen.put(writer, [b"done\n"])
     screen.flush()
-    assert screen.take() == f"{ERASED}[rank 1] done\none\n"
+    assert screen.take() == f"{erased(2)}[rank 1] done\n" + drawn("one")
+
+
+def test_a_frame_stays_below_the_height_of_a_terminal_that_has_become_smaller():
+    screen = Screen()
+    screen.show(["x" * 79] * 30)
+    assert screen.take() == drawn(*["x" * 79] * 23)
+    screen._size = lambda: (40, 24)
+    screen.show(["y"])
+    assert screen.take() == drawn("y", over=23)  # 46 rows, of which the terminal shows 23
+
+
+def test_progress_bars_of_several_ranks_keep_a_line_each(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    screen, writers = Screen(), [Writer(STDERR), Writer(STDERR, b"[rank 1] ")]
+    screen.keep_bars()
+    for state in (b"10%", b"20%"):
+        for writer in writers:
+            screen.put(writer, [b"\r", state])
+    screen.flush()
+    assert screen.take() == ""
+    screen.refresh()
+    assert screen.take() == drawn("20%", "[rank 1] 20%")
+    screen.put(writers[0], [b"\r", b"30%"])
+    screen.refresh()  # at once: it is too early
+    screen.put(writers[0], [b"\r", b"40%\n"])
+    screen.flush()
+    assert screen.take() == f"{erased(2)}40%\n" + drawn("[rank 1] 20%")
+    screen.leave(keep=True)
+    assert screen.take() == drawn("[rank 1] 20%", over=1)
 
 
 def test_plain_lines_come_at_most_every_ten_seconds(monkeypatch, capfd):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 
 import pytest
@@ -124,3 +125,19 @@ def test_what_others_call_it_is_told_apart(mean):
     ):
         with pytest.raises(ConfigError, match=message):
             resolve(name)
+
+
+def test_a_strategy_that_overrules_the_environment_is_said_once(monkeypatch, caplog):
+    monkeypatch.setenv(registry.VARIABLE, "zero1")
+    monkeypatch.setattr(registry, "_overruled", set())
+    for name in ("ddp", "zero1"):
+        register(name)(type(name, (Choosing,), {}))
+    with caplog.at_level(logging.WARNING, "sherd"):
+        assert registry.chosen(None, speak=True).name == "zero1"
+        assert registry.chosen("zero1", speak=True).name == "zero1"
+        assert registry.chosen("ddp", speak=False).name == "ddp"
+        assert caplog.messages == []
+        for _ in range(2):
+            assert registry.chosen("ddp", speak=True).name == "ddp"
+    (said,) = caplog.messages
+    assert said.startswith("SHERD_STRATEGY=zero1 (or sherd run --strategy) has no effect here: distribute names ddp")

@@ -138,7 +138,7 @@ def test_a_rank_that_dies_before_it_imports_anything_is_named_on_every_machine(t
 def test_a_launcher_that_is_stopped_stops_the_other_machines(two, tmp_path):
     (tmp_path / "wait.py").write_text(WAIT)
     first, second = both(two, "wait.py", SHERD_TOKEN="x" * 20)
-    lines_until(second.stderr, "machine 1: ranks 2 to 3 of 4")
+    lines_until(second.stderr, "machine 1: ranks 2-3 of 4")
     second.send_signal(signal.SIGTERM)
     (_, stderr, status), (_, _, other) = finished([first, second])
     assert (status, other) == (1, 128 + signal.SIGTERM)
@@ -149,7 +149,7 @@ def test_a_launcher_that_is_stopped_stops_the_other_machines(two, tmp_path):
 def test_machine_0_is_killed(two, tmp_path):
     (tmp_path / "wait.py").write_text(WAIT)
     first, second = both(two, "wait.py", SHERD_TOKEN="x" * 20)
-    lines_until(second.stderr, "machine 1: ranks 2 to 3 of 4")
+    lines_until(second.stderr, "machine 1: ranks 2-3 of 4")
     first.kill()
     (_, stderr, status) = finished([second])[0]
     assert status == 1

@@ -26,7 +26,7 @@ from sherd.api.typing import (
 from sherd.comm import Communicator, labelled
 from sherd.config import CommOptions, LoaderOptions, StepOptions
 from sherd.errors import ConfigError, nearest
-from sherd.strategies import Strategy, default, resolve
+from sherd.strategies import Strategy, chosen
 
 A = TypeVar("A", bound=Thing)
 B = TypeVar("B", bound=Thing)
@@ -133,7 +133,7 @@ def distribute(
                 check=check,
             )
             loading = LoaderOptions(global_batch=global_batch, iterable=iterable)
-            return Plan.of(things, default() if strategy is None else resolve(strategy), options, loading, ranks)
+            return Plan.of(things, chosen(strategy, speak=ranks.rank == 0), options, loading, ranks)
 
         plan = together(ranks, make)
         with labelled("sherd.distribute"):

@@ -7,12 +7,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
+from sherd.cli import messages
 from sherd.cli.doctor import doctor
 from sherd.cli.options import normalised
 from sherd.cli.report import report
@@ -23,19 +27,39 @@ from sherd.errors import SherdError
 BAD_INPUT = 2
 INTERRUPTED = 130
 
+# Why what we print ourselves cannot be written: nobody reads it, or it goes into a file on a full disk.
+_LEFT, _FULL = (errno.EPIPE, errno.EIO), (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 # Plain text: a box around a one-line error makes it five lines.
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 # A script's own options follow it, so parsing stops at the first word that is not an option.
-app.command(context_settings={"allow_interspersed_args": False, "token_normalize_func": normalised})(run)
-app.command()(doctor)
+app.command(
+    short_help="Start ranks of a script.",
+    context_settings={"allow_interspersed_args": False, "token_normalize_func": normalised},
+)(run)
+app.command(short_help="What this machine offers to ranks.")(doctor)
 # As with run; an option in the place of the recipe is answered by the command itself.
-app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(train)
-app.command()(report)
+app.command(
+    short_help="Train a recipe, and draw a report of it.",
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+)(train)
+app.command(short_help="Draw runs into an HTML file.")(report)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and end the process with its exit status; bad input is one line on stderr, never a traceback."""
-    sys.exit(_status(sys.argv[1:] if arguments is None else list(arguments)))
+    try:
+        status = _status(sys.argv[1:] if arguments is None else list(arguments))
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (*_LEFT, *_FULL) or error.filename is not None:
+            raise
+        # Or the interpreter would try again at its end, and complain about it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno in _FULL:
+            _complain(f"stdout cannot be written: {error.strerror}")
+        status = 1
+    sys.exit(status)
 
 
 def _status(arguments: list[str]) -> int:
@@ -49,12 +73,23 @@ def _status(arguments: list[str]) -> int:
         # Errors of the parser. Their class is not public in every release of typer; what they offer is.
         if not hasattr(error, "format_message"):
             raise
-        return _complain(f"{error.format_message()} (sherd --help lists what can be written)")
+        command = getattr(getattr(error, "ctx", None), "command_path", "sherd")
+        return _complain(f"{_worded(error.format_message())} ({command} --help lists what can be written)")
     return status if isinstance(status, int) else 0
 
 
+def _worded(message: str) -> str:
+    """The parser's suggestions in the form of our own."""
+    message = re.sub(r"[.;,]? (?:Did|did) you mean:? (.*?)\??$", r"; did you mean \1?", message)
+    found = re.search(r" \(Possible options: (.*)\)$", message)
+    if found is None:
+        return message
+    names = " or ".join(repr(name) for name in found[1].split(", "))
+    return f"{message[: found.start()]}; did you mean {names}?"
+
+
 def _complain(message: str) -> int:
-    print(f"sherd: {' '.join(message.split())}", file=sys.stderr)
+    print(f"sherd{messages.where}: {' '.join(message.split())}", file=sys.stderr)
     return BAD_INPUT
 
 

@@ -49,24 +49,29 @@ def check_directories(showing: Showing, machines: int) -> None:
             "well, a directory that all of them share"
         )
     if showing.events is not None:
-        _make(showing.events, "--events")
-        if any(showing.events.iterdir()):
-            raise ConfigError(f"--events {str(showing.events)!r} is not empty; name a new directory for every run")
+        # Of a directory that machines share, others may have made use by now: of an earlier run there are events.
+        shared = machines > 1 or showing.attended
+        make_directory(showing.events, "--events", unused="events-rank*.jsonl" if shared else "*")
     if showing.log_dir is not None:
-        _make(showing.log_dir, "--log-dir")
+        make_directory(showing.log_dir, "--log-dir")
     if showing.tensorboard is not None:
-        _make(showing.tensorboard, "--tensorboard")
+        make_directory(showing.tensorboard, "--tensorboard")
     if showing.csv is not None:
         _check_file(showing.csv, "--csv")
 
 
-def _make(directory: Path, option: str) -> None:
+def make_directory(directory: Path, option: str, unused: str = "") -> None:
+    """Make the directory that an option names, and refuse one that cannot be used or has files of this pattern."""
+    if directory.is_file():
+        raise ConfigError(f"{option} {str(directory)!r} is a file; name a directory")
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(_useless(directory, option, error.strerror)) from None
     if not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigError(_useless(directory, option, "permission denied"))
+    if unused and any(directory.glob(unused)):
+        raise ConfigError(f"{option} {str(directory)!r} is not empty; name a new directory for every run")
 
 
 def _check_file(file: Path, option: str) -> None:
@@ -77,6 +82,8 @@ def _check_file(file: Path, option: str) -> None:
     except OSError as error:
         words = f"{option} {str(file)!r} cannot be written ({error.strerror}); name a file in a directory of yours"
         raise ConfigError(words) from None
+    if file.stat().st_size:
+        raise ConfigError(f"{option} {str(file)!r} is not empty; name a new file for every run")
 
 
 def _useless(directory: Path, option: str, why: str | None) -> str:

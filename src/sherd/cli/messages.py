@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _line: Callable[[str], None] | None = None  # what writes a line, while the ranks' output passes through this process
 
 
+where = ""  # on which machine this is, where that has to be said
 _name = "sherd run"
 
 
@@ -25,8 +26,9 @@ def say(text: str) -> None:
 
 def speak_as(label: str) -> None:
     """Whose words these are, where those of several machines are read in one place."""
-    global _name
-    _name = f"sherd run on {label}" if label else "sherd run"
+    global _name, where
+    where = f" on {label}" if label else ""
+    _name = f"sherd run{where}"
 
 
 @contextlib.contextmanager
@@ -49,7 +51,7 @@ def _write(text: str) -> None:
 
 def say_failed(cause: Ended) -> None:
     """Which rank of this machine failed first, at once: to stop the others may take a while."""
-    where = "" if cause.traceback or cause.code < 0 else "; what it wrote is above"
+    where = "" if cause.traceback or cause.code < 0 or not cause.wrote else "; what it wrote is above"
     say(f"rank {cause.rank} failed first (pid {cause.pid}): {_ending(cause.code)}{where}")
     if cause.traceback:
         _write(cause.traceback)

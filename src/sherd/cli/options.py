@@ -99,7 +99,12 @@ Hosts = Annotated[
         show_default=False,
     ),
 ]
-Ssh = Annotated[str, typer.Option(metavar="COMMAND", help="What --hosts calls with a host and a command.")]
+Ssh = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COMMAND", help="What --hosts calls with a host and a command; default: ssh.", show_default=False
+    ),
+]
 RemotePython = Annotated[
     str | None,
     typer.Option("--python", metavar="FILE", help="The interpreter on --hosts; default: as here.", show_default=False),

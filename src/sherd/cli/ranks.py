@@ -33,6 +33,7 @@ class Ended:
     pid: int
     code: int  # as subprocess counts it: negative numbers are signals
     traceback: str  # what it recorded in torch's error file
+    wrote: bool  # something, as far as is known here
 
     @property
     def how(self) -> str:
@@ -118,7 +119,8 @@ class Ranks:
         if code != 0:
             self._output.settle(rank, killed=code < 0)
             self._endings.failed(rank, describe_exit(code))
-        return Ended(rank, process.pid, code, _recorded(self._errors[rank - self._meeting.first_rank]))
+        recorded = _recorded(self._errors[rank - self._meeting.first_rank])
+        return Ended(rank, process.pid, code, recorded, self._output.wrote(rank))
 
     def _environment(self, local: int) -> dict[str, str]:
         """What torchrun would give to this rank."""

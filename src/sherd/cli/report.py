@@ -7,11 +7,19 @@ from typing import Annotated
 
 import typer
 
+_DEFAULT = "default: RUN/report.html, or sherd-report.html here for several runs"
+
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of events, one per run.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write; default: RUN/report.html.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help=f"Where to write; {_DEFAULT}.",
+        ),
     ] = None,
 ) -> None:
     """Draw one or several runs side by side into one HTML file that works without a network."""

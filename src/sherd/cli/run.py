@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import os
 import signal
 import sys
@@ -13,12 +12,16 @@ import typer
 
 from sherd.cli import options
 from sherd.cli.checks import check_directories, warnings_at_start
-from sherd.cli.messages import say
+from sherd.cli.messages import say, speak_as
 from sherd.cli.options import check_strategy
+from sherd.cli.programs import check_module, check_syntax
 from sherd.cli.request import Request, Showing
 from sherd.cli.start import start
 from sherd.cli.stopping import STOPPING
+from sherd.cli.variables import check_values
 from sherd.errors import ConfigError
+
+LATE = ("-n", "--ranks", "--nproc-per-node", "--nproc_per_node", "--live", "--hosts")  # rarely options of scripts
 
 
 def run(
@@ -36,7 +39,7 @@ def run(
     log_dir: options.LogDir = None,
     quiet: options.Quiet = False,
     hosts: options.Hosts = None,
-    ssh: options.Ssh = "ssh",
+    ssh: options.Ssh = None,
     python: options.RemotePython = None,
     nnodes: options.Nnodes = 1,
     node_rank: options.NodeRank = 0,
@@ -49,7 +52,10 @@ def run(
     label: options.Label = "",
 ) -> None:
     """Start ranks of a script. Options of sherd come before the script, its own after it."""
+    speak_as(label)
     _check_nodes(nnodes, node_rank, master_addr, standalone)
+    if ranks == 1 and not quiet and (late := next((word for word in arguments or () if word in LATE), None)):
+        say(f"note: {late} after the script is the script's own; options of sherd come before it")
     words = [*(["-m"] if module else []), script, *(arguments or [])]
     showing = Showing(
         log_dir=_path(log_dir),
@@ -61,6 +67,8 @@ def run(
         label=label,
         attended=attended,
     )
+    if layers and not (showing.needs_events or showing.events or os.environ.get("SHERD_EVENTS")):
+        raise ConfigError("--layers adds to the events; write --events DIR, --live, --csv or --tensorboard as well")
     if hosts is not None:
         if nnodes > 1 or node_rank > 0:
             raise ConfigError("--hosts starts every machine itself; leave out --nnodes and --node-rank")
@@ -68,10 +76,14 @@ def run(
         from sherd.cli.machines.remote import Remote
 
         check_strategy(strategy)
-        remote = Remote.of(hosts, ranks, ssh, python, master_addr, master_port, wait, token_file)
+        remote = Remote.of(
+            hosts, ranks, "ssh" if ssh is None else ssh, python, master_addr, master_port, wait, token_file
+        )
         raise typer.Exit(run_on_hosts(remote, words, showing, strategy=strategy, layers=layers))
     if python is not None:
         raise ConfigError("--python is about --hosts; here the interpreter is the one that runs sherd")
+    if ssh is not None:
+        raise ConfigError("--ssh is about --hosts; write the hosts as well, such as --hosts a,b")
     machines = (nnodes, node_rank, master_addr or "", master_port, token_file, wait)
     raise typer.Exit(_run(words, ranks, showing, strategy, layers, machines))
 
@@ -122,6 +134,7 @@ def _run(
     """Check everything, set the ranks' environment, and start."""
     _check_script(words)
     check_strategy(strategy)
+    check_values(os.environ if strategy is None else {})
     request = Request([sys.executable, "-u", *words], ranks, *machines, showing)
     check_directories(showing, request.machines)
     if not showing.quiet:
@@ -154,5 +167,6 @@ def _check_script(words: list[str]) -> None:
         if not Path(words[0]).is_file():
             found = "is a directory" if Path(words[0]).is_dir() else "does not exist"
             raise ConfigError(f"the script {words[0]!r} {found}; write the path of a Python file, or -m and a module")
-    elif not importlib.machinery.PathFinder.find_spec(words[1].partition(".")[0], [os.curdir, *sys.path]):
-        raise ConfigError(f"there is no module {words[1]!r} here or among the installed ones; write -m package.module")
+        check_syntax(Path(words[0]))
+    else:
+        check_module(words[1])

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from sherd.cli.machines.attendance import attend
-from sherd.cli.messages import say, speak_as
+from sherd.cli.messages import say
 from sherd.cli.request import Request
 from sherd.cli.stopping import STOPPING, Stopped, signals_raise
 from sherd.machine import check_files, check_loopback
@@ -17,7 +17,6 @@ from sherd.machine import check_files, check_loopback
 
 def start(request: Request) -> int:
     """Run the ranks to their end; the exit status."""
-    speak_as(request.showing.label)
     check_files(request.ranks)
     if request.machines == 1:
         check_loopback()

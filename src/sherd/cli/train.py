@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import os
 import pkgutil
+import re
 import signal
 import sys
 import time
@@ -17,8 +19,13 @@ from typing import Annotated, NoReturn
 import typer
 
 from sherd import recipes
+from sherd.cli.checks import make_directory
 from sherd.cli.options import check_strategy, rank_count
 from sherd.errors import ConfigError, SherdError, nearest
+
+STRATEGY = "zero3"  # of a recipe whose user names none
+_INVALID = re.compile(r"invalid (int|float) value: ('.*')")
+_KINDS = {"int": "a whole number", "float": "a number"}
 
 
 def train(
@@ -64,17 +71,14 @@ def _train(name: str, words: Sequence[str]) -> int:
     check_strategy(arguments.strategy)
     recipe.check(arguments, arguments.ranks)
     run = arguments.run or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--run {str(run)!r} cannot be written ({error.strerror}); name a directory of yours"
-        ) from None
+    make_directory(run, "--run", unused="*")
 
     from sherd.cli.run import run_command
 
     command = ["-m", recipe.__name__, *own]
-    status = run_command(command, arguments.ranks, live=not arguments.quiet, events=run, quiet=arguments.quiet)
+    strategy = arguments.strategy or os.environ.get("SHERD_STRATEGY") or STRATEGY
+    quiet = arguments.quiet
+    status = run_command(command, arguments.ranks, strategy=strategy, live=not quiet, events=run, quiet=quiet)
     if status == 0:
         # Whoever runs ranks leaves signals ignored; to draw a report may take a while, and Ctrl-C should end that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -118,7 +122,8 @@ def _ranks(text: str) -> int:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise ConfigError(message)
+    words = _INVALID.sub(lambda found: f"found {found[2]}, expected {_KINDS[found[1]]}", message)
+    raise ConfigError(words.removeprefix("argument "))
 
 
 def _report(run: Path) -> None:

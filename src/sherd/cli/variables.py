@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from sherd.cli.options import STRATEGIES
+from sherd.config import CommOptions, flag_from_env
+from sherd.errors import ConfigError, nearest
 
 PREFIX = "SHERD_"
 
@@ -22,10 +26,21 @@ VARIABLES = {
     "SHERD_WARN_AFTER": "seconds after which a rank that waits says for whom, see `sherd.CommOptions`",
 }
 
+FLAGS = ("SHERD_KEEP_FREED_MEMORY", "SHERD_LAYERS", "SHERD_SPIN")
+
 
 def misspelt(environ: Iterable[str]) -> list[str]:
     """A sentence about each variable that looks like one of sherd's and is none."""
     return [_about(name) for name in sorted(environ) if name.startswith(PREFIX) and name not in VARIABLES]
+
+
+def check_values(environ: Mapping[str, str]) -> None:
+    """Refuse what every rank would refuse, in one line."""
+    CommOptions.from_env()
+    for name in FLAGS:
+        flag_from_env(name, False)
+    if (strategy := environ.get("SHERD_STRATEGY", "")) and strategy not in STRATEGIES:
+        raise ConfigError(f"SHERD_STRATEGY={strategy!r} names no strategy; {nearest(strategy, STRATEGIES)}")
 
 
 def _about(name: str) -> str:

@@ -96,6 +96,10 @@ def read(corpus: Path | None) -> tuple[bytes, bytes]:
         texts = [text for file in files if b"\0" not in (text := file.read_bytes())]  # the others are no text
     except OSError as error:
         raise sherd.ConfigError(f"--corpus {where}: {error.filename} cannot be read ({error.strerror})") from None
+    if not any(texts):
+        raise sherd.ConfigError(
+            f"--corpus {where}: found no text in {len(files)} files; those with NUL bytes are skipped"
+        )
     if len(texts) >= 10:
         return b"".join(text for index, text in enumerate(texts) if index % 10), b"".join(texts[::10])
     text = b"".join(texts)
@@ -138,7 +142,11 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = options.add_argument
-    add("--strategy", default="zero3", help="ddp, zero1, zero2 or zero3 (default: %(default)s)")
+    add(
+        "--strategy",
+        metavar="NAME",
+        help="ddp, zero1, zero2 or zero3 (default: zero3 in sherd train, else that of sherd run, or zero2)",
+    )
     add("--steps", type=int, default=1600, help="updates of the model (default: %(default)s)")
     add("--corpus", type=Path, metavar="FILE|DIR", help="text to learn from (default: Python's standard library)")
     add("--batch", type=int, default=8, help="sequences per rank and step (default: %(default)s)")
@@ -147,7 +155,7 @@ def parser() -> argparse.ArgumentParser:
     add("--layers", type=int, default=4, help="blocks of the model (default: %(default)s)")
     add("--lr", type=float, default=4e-3, help="the highest learning rate (default: %(default)s)")
     add("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
-    add("--every", type=int, default=200, help="steps between held-out losses (default: %(default)s)")
+    add("--every", type=int, default=200, help="print the held-out loss after so many steps (default: %(default)s)")
     add("--prompt", default="def ", help="how the text at the end begins (default: %(default)r)")
     add("--write", type=int, default=400, metavar="BYTES", help="length of that text (default: %(default)s)")
     return options
@@ -155,6 +163,8 @@ def parser() -> argparse.ArgumentParser:
 
 def check(arguments: argparse.Namespace, world: int) -> tuple[Windows, Windows]:
     """The text to learn from and the text to be judged by; `ConfigError` for what cannot work on so many ranks."""
+    if arguments.strategy is not None:
+        sherd.strategies.resolve(arguments.strategy)
     for name in ("steps", "batch", "length", "width", "layers", "lr", "every", "write"):
         if not getattr(arguments, name) > 0:
             raise sherd.ConfigError(f"--{name} {getattr(arguments, name)}: expected more than 0")
@@ -196,7 +206,8 @@ def train(arguments: argparse.Namespace, learned: Windows, held_out: Windows) ->
     )
     sherd.print(sherd.describe(model))
     sherd.print(
-        f"{len(learned.text):,} bytes to learn from; a table of their pairs would reach {entropy:.3f} nats per byte"
+        f"{len(learned.text):,} bytes to learn from; their bigram entropy, which a table of byte pairs would reach, is "
+        f"{entropy:.3f} nats per byte"
     )
 
     for step, (x, y) in zip(range(1, arguments.steps + 1), forever(loader), strict=False):
@@ -209,7 +220,7 @@ def train(arguments: argparse.Namespace, learned: Windows, held_out: Windows) ->
         if step % arguments.every == 0 or step == arguments.steps:
             judged = held_out_loss(model, judges)
             sherd.log(held_out=judged)
-            sherd.print(f"step {step:5d}  held-out loss {judged:.3f} nats per byte  (pairs: {entropy:.3f})")
+            sherd.print(f"step {step:5d}  held-out loss {judged:.3f} nats per byte  (bigram entropy {entropy:.3f})")
 
     text = continued(model, arguments.prompt, arguments.write, arguments.length)
     sherd.observe.emit("sample", text=text, title=f"after {arguments.steps} steps")

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 import sherd
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")
+TRIED = 20  # images of each class that are read at the start: better than an error later
 LARGE = 64  # pixels from which on a network begins as for photographs, with a quarter of them
 
 
@@ -115,8 +116,9 @@ class Folder(Dataset[tuple[Tensor, int]]):
         file, label = self.files[index]
         try:
             image = self.opener(file).convert("RGB").resize((self.size, self.size))
-        except OSError as error:
-            raise sherd.ConfigError(f"{file} cannot be read as an image ({error}); take it out of the folder") from None
+        except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for files that are broken
+            why = f"--images: {file} cannot be read as an image ({error})"
+            raise sherd.ConfigError(f"{why}; take it out of the folder") from None
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
         return (pixels.view(self.size, self.size, 3).permute(2, 0, 1) / 255 - 0.5) / 0.5, label
 
@@ -139,6 +141,8 @@ def folder(where: Path, size: int) -> tuple[Folder, Folder]:
     for label, each in enumerate(classes):
         for number, file in enumerate(sorted(file for file in each.rglob("*") if file.suffix.lower() in known)):
             (held_out if number % 10 == 0 else learned).append((file, label))
+            if number < TRIED:
+                Folder([(file, label)], size, len(classes), opener.open)[0]
     if len(classes) < 2 or not learned:
         raise sherd.ConfigError(
             f"--images {where}: found {len(classes)} folders and {len(learned) + len(held_out)} images in them; "
@@ -184,7 +188,11 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = options.add_argument
-    add("--strategy", default="zero3", help="ddp, zero1, zero2 or zero3 (default: %(default)s)")
+    add(
+        "--strategy",
+        metavar="NAME",
+        help="ddp, zero1, zero2 or zero3 (default: zero3 in sherd train, else that of sherd run, or zero2)",
+    )
     add("--model", choices=MODELS, default="resnet18", help="(default: %(default)s)")
     add(
         "--width",
@@ -204,13 +212,21 @@ def parser() -> argparse.ArgumentParser:
     add("--workers", type=int, default=0, help="processes per rank that load images (default: %(default)s)")
     add("--lr", type=float, default=0.1, help="the highest learning rate (default: %(default)s)")
     add("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
-    add("--every", type=int, default=150, help="steps between accuracies (default: %(default)s)")
-    add("--judges", type=int, default=2000, help="images to be judged by, at most (default: %(default)s)")
+    add("--every", type=int, default=150, help="print the held-out accuracy after so many steps (default: %(default)s)")
+    add(
+        "--judges",
+        type=int,
+        default=2000,
+        metavar="IMAGES",
+        help="how many held-out images that accuracy is taken over, at most (default: %(default)s)",
+    )
     return options
 
 
 def check(arguments: argparse.Namespace, world: int) -> tuple[Data, Data]:
     """Images to learn from and images to be judged by; `ConfigError` for what cannot work on so many ranks."""
+    if arguments.strategy is not None:
+        sherd.strategies.resolve(arguments.strategy)
     for name in ("width", "steps", "size", "batch", "lr", "every", "judges"):
         value = getattr(arguments, name)
         if value is not None and not value > 0:
@@ -279,7 +295,10 @@ def main() -> None:
         sherd.print(f"vision: {error}", file=sys.stderr)
         sherd.barrier()  # no rank ends, and ends the others, before the main one has spoken
         sys.exit(2)
-    train(arguments, learned, held_out)
+    try:
+        train(arguments, learned, held_out)
+    except sherd.ConfigError as error:  # an image in the middle of the run, found by one rank
+        sys.exit(f"vision: {error}")
 
 
 if __name__ == "__main__":

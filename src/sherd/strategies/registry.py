@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -13,6 +14,9 @@ Builder = TypeVar("Builder", bound=Callable[[], Strategy])
 
 VARIABLE, DEFAULT = "SHERD_STRATEGY", "zero2"
 
+log = logging.getLogger("sherd")
+
+_overruled: set[str] = set()  # values of the variable that a warning was about
 _BUILDERS: dict[str, Callable[[], Strategy]] = {}
 _ELSEWHERE: dict[str, list[str]] = {}
 """What other libraries call a strategy, as `_bare` words; one of their words may stand for several of ours."""
@@ -47,6 +51,24 @@ def resolve(spec: str | Strategy) -> Strategy:
     if isinstance(spec, str):
         return _named(spec)
     raise ConfigError(_not_a_strategy(spec))
+
+
+def chosen(spec: str | Strategy | None, *, speak: bool) -> Strategy:
+    """What a user named, else the default; with a warning, if we are to speak, where SHERD_STRATEGY names another."""
+    if spec is None:
+        return default()
+    found, wanted = resolve(spec), os.environ.get(VARIABLE)
+    name = getattr(found, "name", type(found).__name__)  # one that was never registered has none
+    if speak and wanted and wanted != name and wanted not in _overruled:
+        _overruled.add(wanted)
+        log.warning(
+            "%s=%s (or sherd run --strategy) has no effect here: distribute names %s; leave strategy= out to choose it "
+            "outside of the script",
+            VARIABLE,
+            wanted,
+            name,
+        )
+    return found
 
 
 def default() -> Strategy:

@@ -7,6 +7,7 @@ The token travels on ssh's standard input, which then stays open: its end, or th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import signal
@@ -97,6 +98,9 @@ def run_on_hosts(remote: Remote, words: Sequence[str], showing: Showing, *, stra
     """Run on all hosts to the end; the exit status."""
     if showing.needs_events and showing.events is None:
         check_directories(showing, machines=max(2, len(remote.hosts)))
+    if showing.needs_events:
+        # Once, before anything is written; logs are the hosts' own, and so are events that nobody here reads.
+        check_directories(dataclasses.replace(showing, log_dir=None), machines=1)
     console = Console()
     machines: list[Machine] = []
     try:
@@ -129,23 +133,32 @@ def run_on_hosts(remote: Remote, words: Sequence[str], showing: Showing, *, stra
 def _watch(machines: list[Machine]) -> int:
     """Until all have ended. One that fails ends the others."""
     failed: dict[str, int] = {}
-    end: float | None = None
+    end = float("inf")
     while running := [machine for machine in machines if machine.status() is None]:
-        for machine in machines:
-            status = machine.status()
-            if status and machine.name not in failed:
-                failed[machine.name] = status
-                machine.settle()
-                if status == SSH_FAILED:
-                    say(f"ssh to {machine.name} failed, or the connection was lost (status {SSH_FAILED})")
-                end = min(end or float("inf"), time.monotonic() + GRACE_SECONDS.get(status, LONG_GRACE_SECONDS))
-        if end is not None and time.monotonic() >= end:
+        end = min(end, _look(machines, failed))
+        if time.monotonic() >= end:
             _stop(running, signal.SIGTERM)
             break
         time.sleep(POLL_SECONDS)
+    else:
+        _look(machines, failed)  # those that have ended since
     statuses = [*failed.values(), *(machine.status() or 0 for machine in machines)]
     # A machine whose ranks were stopped because another's failed ends with 1: the cause has more to say.
     return next((status for status in statuses if status > 1), max(statuses))
+
+
+def _look(machines: list[Machine], failed: dict[str, int]) -> float:
+    """Note those that have failed by now, and say of which ssh has. Until when the others may go on."""
+    end = float("inf")
+    for machine in machines:
+        status = machine.status()
+        if status and machine.name not in failed:
+            failed[machine.name] = status
+            machine.settle()
+            if status == SSH_FAILED:
+                say(f"ssh to {machine.name} failed, or the connection was lost (status {SSH_FAILED})")
+            end = min(end, time.monotonic() + GRACE_SECONDS.get(status, LONG_GRACE_SECONDS))
+    return end
 
 
 def _stop(machines: Sequence[Machine], number: signal.Signals) -> None:

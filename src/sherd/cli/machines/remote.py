@@ -18,6 +18,7 @@ _HOST = re.compile(r"(?:[\w.-]+@)?(?:\w[\w.-]*|\[[0-9a-fA-F:.]+\])(?::(?P<ranks>
 # What a rank's numbers or speed depend on. Never a token: others can read the command lines of a machine.
 _PASSED_ON = re.compile(r"SHERD_|GLOO_|NCCL_|OMP_|MKL_|TORCH|PYTHON")
 _SECRET = ("SHERD_TOKEN", "SHERD_TOKEN_FILE")
+_OF_HERE = ("SHERD_HOST",)  # the same name everywhere would make all hosts one
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ def command_for(
     command += ["--layers"] if layers else []
     command += ["--quiet"] if showing.quiet else []
     command += words
-    passed = [f"{name}={value}" for name, value in os.environ.items() if _PASSED_ON.match(name) and name not in _SECRET]
+    stays = (*_SECRET, *_OF_HERE)
+    passed = [f"{name}={value}" for name, value in os.environ.items() if _PASSED_ON.match(name) and name not in stays]
     script = f"cd {shlex.quote(str(Path.cwd()))} && exec env {shlex.join([*passed, *command])}"
     return f"exec sh -c {shlex.quote(script)}"

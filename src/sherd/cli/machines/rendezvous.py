@@ -21,6 +21,7 @@ from sherd.cli.machines.board import HELLO, OFF, PLAN, Board, News
 from sherd.cli.machines.seat import Seat, Seats
 from sherd.cli.messages import say
 from sherd.cli.request import Request
+from sherd.cli.words import ranks_in_words
 from sherd.comm import network
 from sherd.comm.reports import printable
 from sherd.comm.seal import TOKEN, Seal
@@ -61,8 +62,8 @@ def meet(request: Request, seal: Seal | None) -> Iterator[Meeting]:
         over = _way_between(meeting)
         if seal is None and request.machine > 0:
             _warn(f"this machine over {over}")
-        last = meeting.first_rank + meeting.ranks - 1
-        say(f"machine {request.machine}: ranks {meeting.first_rank} to {last} of {meeting.world_size}, over {over}")
+        ours = ranks_in_words(range(meeting.first_rank, meeting.first_rank + meeting.ranks))
+        say(f"machine {request.machine}: {ours} of {meeting.world_size}, over {over}")
         yield meeting
 
 

@@ -6,7 +6,7 @@ Pieces of different writers never mix: what is written while the line of another
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 import re
 import select
@@ -18,9 +18,11 @@ from dataclasses import dataclass
 STDOUT, STDERR = 1, 2
 TERMINAL = "terminal"
 SAY_SECONDS = 1.0
-ERASE = b"\r\x1b[J"  # from the start of this line to the end of the screen
+BAR_SECONDS = 0.2  # between two states of a progress bar
+CLEAR_LINE = b"\r\x1b[K"
 # Readable on dark and on light backgrounds; neither red, which is for errors, nor black and white.
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
+_LEFT = (errno.EPIPE, errno.EIO)  # its reader has left, or the terminal has been closed
 _FINISHED = (b"\n", b"\r")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -49,6 +51,7 @@ class Console:
         self._frame: list[str] = []
         self._drawn: list[int] = []  # the widths of the lines that are on the screen now
         self._bars: list[Writer] = []
+        self._moved, self._drawn_at = False, 0.0  # whether a bar has moved since the last frame, and when that was
 
     @staticmethod
     def bare(line: str) -> str:
@@ -97,7 +100,7 @@ class Console:
             return False
         writer.in_bar = True
         if text := piece.strip(b"\r"):
-            writer.bar = text
+            writer.bar, self._moved = text, True
             if writer not in self._bars:
                 self._bars.append(writer)
         return True
@@ -106,9 +109,10 @@ class Console:
         with self.lock:
             pending, self._pending = self._pending, []
             if pending:
-                with self._without_frame():
-                    for stream, data in _joined(pending):
-                        self._write(stream, data)
+                self._erase()
+                for stream, data in _joined(pending):
+                    self._write(stream, data)
+                self._draw()
 
     def say(self, text: str) -> None:
         """A line of the launcher's own, on stderr."""
@@ -130,40 +134,74 @@ class Console:
         on (`latest` is when they did something, in unix seconds), nobody is asked any more.
         """
         with self.lock:
-            self._framed = True
+            self._framed, self._frame = True, list(lines)
             self.flush()
-            with self._without_frame():
-                if latest > self._since and self._unfinished.get(TERMINAL) is not None:
-                    self._write(STDOUT, b"\n")
-                    self._end_line()
-                self._frame = list(lines)
+            if latest > self._since and self._unfinished.get(TERMINAL) is not None:
+                self._write(self._below, b"\n")
+                self._end_line()
+            self._draw()
+
+    def keep_bars(self) -> None:
+        """From now on progress bars are kept below the output, each on a line of its own. `refresh` draws them."""
+        self._framed = any(self.is_terminal(stream) for stream in (STDOUT, STDERR)) and not _is_dumb()
+
+    def refresh(self) -> None:
+        """Draw progress bars that have moved, now and then."""
+        with self.lock:
+            if self._moved and time.monotonic() - self._drawn_at > BAR_SECONDS:
+                self._draw()
 
     def leave(self, *, keep: bool) -> None:
         """The display is over; its last frame stays on the screen, or goes."""
         with self.lock:
             self.flush()
             if not keep:
-                with self._without_frame():
-                    self._frame = []
+                self._frame = []
+            self._draw()
             self._framed, self._frame, self._drawn, self._bars = False, [], [], []
 
-    @contextlib.contextmanager
-    def _without_frame(self) -> Iterator[None]:
-        """Take the frame away, and put it back below what was written meanwhile."""
-        columns = _columns()
-        if self._drawn:
-            # A terminal that has become narrower has broken the lines.
-            rows = sum(max(1, -(-width // columns)) for width in self._drawn)
-            self._write(STDOUT, f"\x1b[{rows}A".encode() + ERASE)
-            self._drawn = []
-        yield
-        if self._frame and self._unfinished.get(TERMINAL) is None:
-            bars = [
-                self.bare((writer.prefix + writer.bar).decode(errors="replace"))[: columns - 1] for writer in self._bars
-            ]
-            lines = [*bars, *self._frame]
-            self._write(STDOUT, "".join(f"{line}\n" for line in lines).encode())
-            self._drawn = [len(self.bare(line)) for line in lines]
+    # Terminals such as tmux keep what `ESC[J` clears from the first line on in their scrollback: a screen that was
+    # cleared would leave a copy of every frame there. So lines are cleared one by one, or written over.
+
+    def _erase(self) -> None:
+        """Take the frame away; what is written next comes in its place."""
+        if rows := self._rows():
+            self._write(self._below, CLEAR_LINE + b"\x1b[1A\x1b[2K" * rows)
+        self._drawn = []
+
+    def _draw(self) -> None:
+        """Draw the frame over the one before, unless a line is unfinished."""
+        if self._unfinished.get(TERMINAL) is not None:
+            return
+        columns, height = self._size()
+        bars = [
+            self.bare((writer.prefix + writer.bar).decode(errors="replace"))[: columns - 1] for writer in self._bars
+        ]
+        lines = [*bars, *self._frame][-max(1, height - 1) :]
+        rows = self._rows()
+        if lines or rows:
+            text = "".join(f"{line}\x1b[K\n" for line in lines).encode()
+            back = CLEAR_LINE + f"\x1b[{rows}A".encode() if rows else b""
+            self._write(self._below, back + text + b"\x1b[J" * bool(rows))
+        self._drawn = [len(self.bare(line)) for line in lines]
+        self._moved, self._drawn_at = False, time.monotonic()
+
+    def _rows(self) -> int:
+        """Of the screen that the frame takes now: a terminal that has become narrower has broken its lines."""
+        columns, height = self._size()
+        return min(sum(max(1, -(-width // columns)) for width in self._drawn), max(1, height - 1))
+
+    @property
+    def _below(self) -> int:
+        """The stream of the terminal that the frame is on."""
+        return STDOUT if self.is_terminal(STDOUT) else STDERR
+
+    def _size(self) -> tuple[int, int]:
+        try:
+            size = os.get_terminal_size(self._below)
+        except OSError:
+            return 80, 24
+        return size.columns or 80, size.lines or 24
 
     def _end_line(self) -> None:
         if writer := self._unfinished.get(TERMINAL):
@@ -182,8 +220,11 @@ class Console:
                 view = view[os.write(stream, view) :]
             except BlockingIOError:  # the terminal is shared with a program that has changed its mode
                 select.select([], [stream], [])
-            except OSError:  # its reader has left, or the terminal has been closed
+            except OSError as error:
                 self.closed.add(stream)
+                if error.errno not in _LEFT and STDERR not in self.closed:
+                    name = "stdout" if stream == STDOUT else "stderr"
+                    self._write(STDERR, f"sherd run: no more can be written to {name}: {error.strerror}\n".encode())
                 return
 
 
@@ -199,8 +240,5 @@ def _joined(parts: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
     yield stream, b"".join(gathered)
 
 
-def _columns() -> int:
-    try:
-        return os.get_terminal_size(STDOUT).columns or 80
-    except OSError:
-        return 80
+def _is_dumb() -> bool:
+    return os.environ.get("TERM", "dumb") == "dumb"

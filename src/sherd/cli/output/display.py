@@ -142,7 +142,7 @@ def _memory(found: Figures) -> list[str]:
         least, most = min(ranks.values()), max(ranks.values())
         size = _size(most) if len(ranks) == 1 else f"{_size(least)} to {_size(most)}"
         parts.append(f"memory of {'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)} {size}")
-    parts += [f"{name} {_size(size)}" for name, size in list(found.host_memory.items())[:MOST_RANKS]]
+    parts += [f"host {name} {_size(size)}" for name, size in list(found.host_memory.items())[:MOST_RANKS]]
     return parts
 
 

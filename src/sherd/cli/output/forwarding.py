@@ -17,12 +17,11 @@ from typing import Any
 
 from sherd.cli import messages
 from sherd.cli.output.console import STDERR, STDOUT, Console, Writer
-from sherd.cli.output.pieces import Pieces
+from sherd.cli.output.source import Source
 from sherd.cli.output.tracebacks import Tracebacks
-from sherd.cli.output.watching import watched
+from sherd.cli.output.watching import warn_if_nothing, watched
 from sherd.cli.request import Showing
 
-READ_BYTES = 1 << 16
 UNFINISHED_SECONDS = 0.1  # after which a terminal shows a line that has begun: it may be a question
 TICK_SECONDS = 0.1
 SETTLE_SECONDS = 2.0  # for a terminal that has been stopped (^S) to take what a dead rank had written
@@ -47,48 +46,15 @@ class Output:
     def settle_all(self) -> None:
         """The same for all of them."""
 
+    def wrote(self, rank: int) -> bool:
+        """Whether it is known that the rank wrote something."""
+        return False
+
     def interrupted(self) -> None:
         """From now on ranks end because they are told to."""
 
     def close(self) -> None:
         """All have ended."""
-
-
-class Source:
-    """One stream of a rank: a pipe, and the log that it also goes to."""
-
-    def __init__(self, rank: int, writer: Writer, pipe: int, log: int | None) -> None:
-        self.rank = rank
-        self.writer = writer
-        self.pipe = pipe
-        self.ended = False
-        self.pieces = Pieces()
-        self.last = 0.0  # when something came
-        self._log = log
-        os.set_blocking(pipe, False)
-
-    def read(self) -> bytes | None:
-        """None while there is nothing, b"" once there will be nothing any more."""
-        if self.ended:
-            return b""
-        try:
-            data = os.read(self.pipe, READ_BYTES)
-        except BlockingIOError:
-            return None
-        self.ended = not data
-        self.last = time.monotonic()
-        if self._log is not None and data:
-            self._keep(data)
-        return data
-
-    def _keep(self, data: bytes) -> None:
-        view = memoryview(data)
-        try:
-            while view and self._log is not None:
-                view = view[os.write(self._log, view) :]
-        except OSError as error:  # a full disk must not end a training run, and must not go unnoticed
-            messages.say(f"warning: the log of rank {self.rank} ends here: {error.strerror}")
-            self._log = None
 
 
 class Piped(Output):
@@ -98,6 +64,8 @@ class Piped(Output):
         self._console = console
         self._showing = showing
         self._several = ranks > 1
+        if self._several:
+            console.keep_bars()
         self._sources: dict[int, list[Source]] = {}
         self._theirs: dict[int, list[int]] = {}  # the ranks' ends of the pipes
         self._logs: list[int] = []
@@ -132,7 +100,7 @@ class Piped(Output):
         self.failed = True
         if self._console.lock.acquire(timeout=SETTLE_SECONDS):
             try:
-                self._drain(rank, killed)
+                self._drain(rank, killed, failed=True)
             finally:
                 self._console.lock.release()
 
@@ -142,6 +110,9 @@ class Piped(Output):
                 self._drain_all()
             finally:
                 self._console.lock.release()
+
+    def wrote(self, rank: int) -> bool:
+        return any(source.wrote for source in self._sources.get(rank, ()))
 
     def interrupted(self) -> None:
         self._tracebacks.interrupted = True
@@ -169,12 +140,12 @@ class Piped(Output):
         self._tracebacks.close()
         self._console.flush()
 
-    def _drain(self, rank: int, killed: bool = False) -> None:
+    def _drain(self, rank: int, killed: bool = False, failed: bool = False) -> None:
         for source in self._sources.get(rank, ()):
             while data := source.read():
                 self._pass_on(source, data)
             self._finish(source)
-        self._tracebacks.release(rank, killed)
+        self._tracebacks.release(rank, killed, failed)
         self._console.flush()
 
     def _pump(self) -> None:
@@ -188,6 +159,7 @@ class Piped(Output):
                         self._hear(key.data)
                 self._tick()
                 self._console.flush()
+                self._console.refresh()
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
                 os.close(key.data.pipe)
@@ -218,7 +190,9 @@ class Piped(Output):
             self._console.put(source.writer, pieces)
 
     def _show_stderr(self, rank: int, pieces: Any) -> None:
-        self._console.put(self._sources[rank][1].writer, pieces)
+        writer = self._sources[rank][1].writer
+        own = f"[rank{rank}]: ".encode()  # torch's, which says the same as ours
+        self._console.put(writer, [piece.removeprefix(own) for piece in pieces] if writer.prefix else pieces)
 
     def _tick(self) -> None:
         self._tracebacks.tick()
@@ -248,3 +222,6 @@ def output_of(showing: Showing, ranks: int) -> Iterator[Output]:
                 output.close()
                 if watcher is not None:
                     watcher.close(well=not output.failed)
+                console.leave(keep=True)
+                if showing.events and not (watcher or output.failed or showing.quiet or showing.attended):
+                    warn_if_nothing(showing.events)

@@ -1,7 +1,8 @@
-"""One traceback of several ranks that failed in the same way.
+"""One traceback, or last words, of several ranks that failed in the same way.
 
 A traceback on a rank's stderr is held back until it is complete. If another rank has shown one with the same exception,
-up to numbers of ranks and processes and addresses, it is only counted, and a line says so later.
+up to numbers of ranks and processes and addresses, it is only counted, and a line says so later. Other lines are held
+back for a moment once another rank has shown the same: a rank that fails now has failed as that one did.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from sherd.cli.words import ranks_in_words
 QUIET_SECONDS = 0.3  # without another line, a traceback is complete
 NOTE_SECONDS = 1.0  # for other ranks to show the same one, before they are counted
 MOST_BYTES = 1 << 16
+MOST_LINES = 256  # of other ranks that a line is compared with
 
 # torch's own hook writes "[rank1]: " before every line.
 _OWN_PREFIX = re.compile(rb"^\[rank\d+\]:[ ]?")
@@ -45,25 +47,59 @@ class Tracebacks:
         self._held: dict[int, list[bytes]] = {}
         self._last: dict[int, float] = {}  # when a rank that has something held back wrote last
         self._shown: dict[bytes, Shown] = {}
+        self._echoes: dict[int, list[bytes]] = {}  # lines that are held back since another rank has shown the first
+        self._lines: dict[bytes, int] = {}  # lines that were shown lately, and by which rank first
 
     def take(self, rank: int, pieces: Sequence[bytes]) -> None:
         """Lines of a rank's stderr: shown, or held back."""
         for piece in pieces:
             held = self._held.get(rank)
             if held is None and not _BEGIN.match(piece):
-                self._show(rank, [piece])
+                self._take_line(rank, piece)
                 continue
+            self._release_echo(rank)
             held = self._held.setdefault(rank, [])
             held.append(piece)
             self._last[rank] = time.monotonic()
             if sum(map(len, held)) > MOST_BYTES:
                 self.release(rank)
 
-    def is_holding(self, rank: int) -> bool:
-        return rank in self._held
+    def _take_line(self, rank: int, piece: bytes) -> None:
+        key = _key(piece)
+        if rank not in self._echoes:
+            if not (piece.endswith(b"\n") and key and self._lines.get(key, rank) != rank):
+                self._show_lines(rank, [piece])
+                return
+            self._echoes[rank] = []
+        self._echoes[rank].append(piece)
+        self._last[rank] = time.monotonic()
+        if sum(map(len, self._echoes[rank])) > MOST_BYTES:
+            self._release_echo(rank)
 
-    def release(self, rank: int, killed: bool = False) -> None:
-        """What is held back of this rank is complete, or all that there will be of it: it was killed meanwhile."""
+    def _release_echo(self, rank: int, failed: bool = False) -> None:
+        lines = self._echoes.pop(rank, [])
+        keys = [key for line in lines if (key := _key(line))]
+        others = {self._lines.get(key, rank) for key in keys}
+        if failed and keys and rank not in others:
+            whole = b"\n".join(keys)
+            self._shown.setdefault(whole, Shown(min(others))).others.add(rank)
+        else:
+            self._show_lines(rank, lines)
+
+    def _show_lines(self, rank: int, lines: Sequence[bytes]) -> None:
+        for key in map(_key, lines):
+            self._lines.setdefault(key, rank)
+        while len(self._lines) > MOST_LINES:
+            del self._lines[next(iter(self._lines))]
+        if lines:
+            self._show(rank, lines)
+
+    def is_holding(self, rank: int) -> bool:
+        return rank in self._held or rank in self._echoes
+
+    def release(self, rank: int, killed: bool = False, failed: bool = False) -> None:
+        """What is held back of this rank is complete, or all that there will be of it: it has failed meanwhile."""
+        self._release_echo(rank, failed)
         lines = self._held.pop(rank, None)
         if lines is None:
             return
@@ -82,13 +118,13 @@ class Tracebacks:
     def tick(self) -> None:
         """Now and then: what is complete by its silence."""
         now = time.monotonic()
-        for rank in [rank for rank in self._held if now - self._last[rank] > QUIET_SECONDS]:
+        for rank in [rank for rank in {*self._held, *self._echoes} if now - self._last[rank] > QUIET_SECONDS]:
             self.release(rank)
         for key in [key for key, shown in self._shown.items() if now - shown.when > NOTE_SECONDS]:
             self._note(key)
 
     def close(self) -> None:
-        for rank in list(self._held):
+        for rank in [*self._held, *self._echoes]:
             self.release(rank)
         for key in list(self._shown):
             self._note(key)
@@ -99,6 +135,11 @@ class Tracebacks:
             how = "interrupted as well" if self.interrupted else "the same"
             self._say(f"{ranks_in_words(shown.others)}: {how}")
             shown.others = set()
+
+
+def _key(line: bytes) -> bytes:
+    """A line without what differs from rank to rank."""
+    return _DIFFERS.sub(b"#", _OWN_PREFIX.sub(b"", line)).strip()
 
 
 def exception_of(lines: Sequence[bytes]) -> bytes:

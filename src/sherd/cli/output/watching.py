@@ -25,6 +25,7 @@ LOOK_SECONDS = 0.5
 LINE_SECONDS = 10.0  # between two plain lines
 CLOSE_SECONDS = 10.0  # for the last events to be written; more of them than that are left out
 EVENTS = "SHERD_EVENTS"
+NO_STEP = "warning: no rank recorded a step; does the script call sherd.distribute and step its optimizer?"
 
 
 class RowWriter(Protocol):
@@ -125,6 +126,8 @@ class Watcher:
                 writer.write(row)
             if last:
                 writer.close()
+        if last and self._well and not self.record.steps:
+            say(NO_STEP)
         if self._display is not None and last:
             self._display.close(self.record, self._well)
         elif self._display is not None:
@@ -143,6 +146,12 @@ def watched(showing: Showing, console: Console) -> Iterator[Watcher | None]:
             drawn = console.is_terminal(STDOUT) and os.environ.get("TERM", "dumb") != "dumb"
             display = Frame(console) if drawn else Lines()
         yield Watcher(Follower(directory, new=True), display, _writers(showing))
+
+
+def warn_if_nothing(directory: Path) -> None:
+    """Nobody has followed these events: say so if there are none."""
+    if not any(directory.glob("events-rank*.jsonl")):
+        say(NO_STEP)
 
 
 @contextlib.contextmanager
