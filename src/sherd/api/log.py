@@ -36,13 +36,10 @@ def log(*, n: float | None = None, **figures: Any) -> None:
     observe.open_early()
     run = monitor.current
     if run is not None:
-        weight = _samples_at_hand() if weight is None else weight
+        if weight is None:
+            samples = share.at_hand()
+            weight = 1 if samples is None else samples
         observe.emit("log", run.step_of_log(), figures=found, n=weight)
-
-
-def _samples_at_hand() -> int:
-    at_hand = share._newest()  # not `yielded()`: a mean over an epoch that has ended is not one over its last batch
-    return 1 if at_hand is None or at_hand.batch is None else at_hand.batch.counted
 
 
 def _number(name: str, value: Any) -> float | int:
