@@ -57,9 +57,7 @@ def test_the_two_commands_of_the_readme(two, tmp_path):
         assert by_rank(stdout) == [f"{r} {r - first} 4 2 {number} eth0 6 True" for r in (first, first + 1)]
         # torch warns of addresses without a name; sherd has one line.
         said = re.findall("^sherd run: .*", stderr, flags=re.MULTILINE)
-        assert said == [
-            f"sherd run: machine {number}: ranks {first} to {first + 1} of 4, over eth0 (10.0.0.{number + 2})"
-        ]
+        assert said == [f"sherd run: machine {number}: ranks {first}-{first + 1} of 4, over eth0 (10.0.0.{number + 2})"]
         assert token not in stderr
 
 
