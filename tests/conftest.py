@@ -62,8 +62,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Two more than there are cores, as tests also wait. Each worker has pools of its own, so memory bounds them."""
-    return min(len(os.sched_getaffinity(0)), 7) + 2
+    """One more than there are cores, as tests also wait. Each worker has pools of its own, so memory bounds them."""
+    return min(len(os.sched_getaffinity(0)), 7) + 1
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import threading
 import time
@@ -55,6 +56,7 @@ def keep_in_forks(group: Any) -> None:
 
 
 def _keep_for_ever() -> None:
+    gc.freeze()  # nor is anything else that was in a circle: a store, a connection, whatever their threads still used
     for group in _groups:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
