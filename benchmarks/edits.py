@@ -18,7 +18,7 @@ from rich.table import Table
 import sherd
 from benchmarks.gpt import SIZES, Gpt, batch
 from benchmarks.training import RESULTS
-from sherd.engine.host_store import HostStore
+from sherd.engine.parameters.host_store import HostStore
 from sherd.testing import run_ranks
 
 TARGET = 0.01

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn, optim
 
 from sherd.comm.handle import Done
-from sherd.engine.optimizer_shard import OptimizerShard
+from sherd.engine.optimizer.shard import OptimizerShard
 from sherd.layout import Entry, ShardLayout
 
 LOOP, FOREACH, FUSED = {"foreach": False}, {"foreach": True}, {"fused": True}

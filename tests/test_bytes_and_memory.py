@@ -11,7 +11,7 @@ from torch import nn
 import sherd
 from sherd import CommOptions, comm
 from sherd.api.training import training_of
-from sherd.engine.ring import SLOTS
+from sherd.engine.gradients.ring import SLOTS
 
 ITEMSIZE = 4
 STRATEGIES = ("ddp", "zero1", "zero2")

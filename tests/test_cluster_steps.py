@@ -19,7 +19,7 @@ from torch import nn
 import sherd
 from sherd import CommOptions, comm
 from sherd.api.training import training_of
-from sherd.engine.gathering import WINDOW
+from sherd.engine.parameters.gathered.gathering import WINDOW
 from sherd.errors import SherdError
 from sherd.testing import Died
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from sherd.engine.elementwise import why_not_elementwise
+from sherd.engine.optimizer.elementwise import why_not_elementwise
 
 EVERY_CLASS = {
     name: kind

@@ -10,7 +10,7 @@ from tests.training_helpers import STRATEGIES, batch, connected, loss_of
 from torch import nn
 
 import sherd
-from sherd.engine.elementwise import why_not_elementwise
+from sherd.engine.optimizer.elementwise import why_not_elementwise
 
 OPTIMIZERS = [
     ("SGD", {"lr": 0.1}),

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import sherd
 from sherd.api.training import training_of
-from sherd.engine.gathering import WINDOW
-from sherd.engine.on_use import GatheredView
-from sherd.engine.pages import resident_bytes
-from sherd.engine.route import Route
+from sherd.engine.parameters.gathered.gathering import WINDOW
+from sherd.engine.parameters.gathered.on_use import GatheredView
+from sherd.engine.parameters.gathered.pages import resident_bytes
+from sherd.engine.parameters.gathered.route import Route
 
 GATHERED = sherd.ZeRO(stage=3, share_host_memory=False)
 LAYER = 5120  # bytes: a bucket of its own for each layer of `deep`

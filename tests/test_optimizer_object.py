@@ -12,7 +12,7 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sherd.comm.solo import SoloCommunicator
-from sherd.engine.optimizer_shard import OptimizerShard
+from sherd.engine.optimizer.shard import OptimizerShard
 from sherd.errors import ConfigError
 from sherd.layout import Entry, ShardLayout
 

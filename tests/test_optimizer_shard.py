@@ -29,7 +29,7 @@ from tests.optimizer_owners import (
 from torch import nn, optim
 
 from sherd import CommOptions, comm
-from sherd.engine.optimizer_shard import CHUNK_NUMEL
+from sherd.engine.optimizer.shard import CHUNK_NUMEL
 from sherd.errors import ConfigError
 
 

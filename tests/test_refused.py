@@ -20,9 +20,9 @@ import sherd
 from sherd import ConfigError, Diverged, SherdError
 from sherd.api import carrying_out
 from sherd.comm import SoloCommunicator
-from sherd.engine.buffers import BufferSync
 from sherd.engine.engine import Engine
-from sherd.engine.stores import ParameterStore
+from sherd.engine.modules.buffers import BufferSync
+from sherd.engine.parameters.stores import ParameterStore
 
 
 class Numbers(IterableDataset):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from sherd.engine import elementwise
-from sherd.engine.elementwise import why_not_elementwise
+from sherd.engine.optimizer import elementwise
+from sherd.engine.optimizer.elementwise import why_not_elementwise
 
 
 class Conditional(optim.Optimizer):

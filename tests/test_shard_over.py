@@ -16,9 +16,9 @@ from torch import nn
 import sherd
 from sherd import ConfigError, RankFailed
 from sherd.api.training import training_of
-from sherd.engine import gathered_store
-from sherd.engine.gathering import WINDOW
-from sherd.engine.pages import DevicePages, resident_bytes
+from sherd.engine.parameters.gathered import store as gathered_store
+from sherd.engine.parameters.gathered.gathering import WINDOW
+from sherd.engine.parameters.gathered.pages import DevicePages, resident_bytes
 
 
 def options_of(world):

@@ -21,7 +21,7 @@ from sherd.api.updaters import updater_for
 from sherd.api.wrappers import refuse_wrappers
 from sherd.comm import Communicator
 from sherd.engine.engine import Engine
-from sherd.engine.sync_batch_norm import share_statistics
+from sherd.engine.modules.sync_batch_norm import share_statistics
 
 
 def carry_out(plan: Plan, comm: Communicator, undo: ExitStack) -> None:

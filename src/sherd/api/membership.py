@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from sherd.comm import labelled
 from sherd.engine.engine import Engine
-from sherd.engine.on_use import plain_copies
+from sherd.engine.parameters.gathered.on_use import plain_copies
 from sherd.errors import ConfigError
 
 _engines: MutableMapping[nn.Module | nn.Parameter, weakref.ref[Engine]] = WeakIdKeyDictionary()

@@ -16,8 +16,8 @@ from sherd.api.updaters import check_optimizer, check_parameters
 from sherd.comm import Communicator
 from sherd.config import LoaderOptions, StepOptions
 from sherd.engine.choices import AccumulateAt, Choices, Gradients
-from sherd.engine.inventory import Inventory
-from sherd.engine.settings import compare_optimizers
+from sherd.engine.consistency.settings import compare_optimizers
+from sherd.engine.parameters.inventory import Inventory
 from sherd.errors import ConfigError, Diverged
 from sherd.strategies import Strategy
 

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from sherd.api.updaters import WholeUpdater, check_parameters
 from sherd.comm import labelled
 from sherd.engine.engine import Engine
-from sherd.engine.forecast import Forecast
-from sherd.engine.loss import loss_of_all
-from sherd.engine.optimizer_shard import OptimizerShard
+from sherd.engine.gradients.loss import loss_of_all
+from sherd.engine.optimizer.forecast import Forecast
+from sherd.engine.optimizer.shard import OptimizerShard
 from sherd.errors import ConfigError, SherdError
 from sherd.strategies import Strategy
 

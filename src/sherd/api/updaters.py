@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from sherd.comm import Communicator
 from sherd.engine.choices import Choices, Parameters
-from sherd.engine.elementwise import own_collective, why_not_elementwise
 from sherd.engine.engine import Engine
-from sherd.engine.optimizer_shard import OptimizerShard, step_unhooked
+from sherd.engine.optimizer.elementwise import own_collective, why_not_elementwise
+from sherd.engine.optimizer.shard import OptimizerShard, step_unhooked
 from sherd.errors import ConfigError
 from sherd.strategies import Strategy
 

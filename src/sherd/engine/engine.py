@@ -20,22 +20,22 @@ from sherd import observe
 from sherd.comm import Communicator, labelled
 from sherd.config import StepOptions
 from sherd.engine import backward
-from sherd.engine.buffers import BufferSync
 from sherd.engine.choices import Choices, Parameters
-from sherd.engine.editing import Editing
-from sherd.engine.edits import EditGuard
-from sherd.engine.gathered_store import GatheredStore
-from sherd.engine.gradients import RingGradients
-from sherd.engine.host_gathered_store import HostGatheredStore
-from sherd.engine.host_store import HostStore
-from sherd.engine.inventory import Inventory
-from sherd.engine.mesh import Mesh
-from sherd.engine.restore import tensors_as_they_are
-from sherd.engine.rounds import Rounds
-from sherd.engine.stores import ParameterStore, PrivateStore, ReplicaStore
-from sherd.engine.torn import Torn
-from sherd.engine.trained import Trained
-from sherd.engine.watch import Watch
+from sherd.engine.consistency.edits import EditGuard
+from sherd.engine.consistency.torn import Torn
+from sherd.engine.consistency.watch import Watch
+from sherd.engine.gradients.gradients import RingGradients
+from sherd.engine.gradients.rounds import Rounds
+from sherd.engine.modules.buffers import BufferSync
+from sherd.engine.parameters.editing import Editing
+from sherd.engine.parameters.gathered.host_store import HostGatheredStore
+from sherd.engine.parameters.gathered.store import GatheredStore
+from sherd.engine.parameters.host_store import HostStore
+from sherd.engine.parameters.inventory import Inventory
+from sherd.engine.parameters.mesh import Mesh
+from sherd.engine.parameters.restore import tensors_as_they_are
+from sherd.engine.parameters.stores import ParameterStore, PrivateStore, ReplicaStore
+from sherd.engine.parameters.trained import Trained
 from sherd.errors import Diverged, SherdError
 from sherd.layout.shard_layout import ShardLayout
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch._functorch.eager_transforms
 import torch._functorch.vmap
 
-from sherd.engine.on_use import pin
+from sherd.engine.parameters.gathered.on_use import pin
 
 _WRAPPERS: tuple[tuple[Any, str], ...] = (
     (torch._functorch.eager_transforms, "_wrap_for_grad"),

@@ -1,0 +1,1 @@
+"""From autograd's hook to the sum that all ranks agree on."""

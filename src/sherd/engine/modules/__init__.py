@@ -1,0 +1,1 @@
+"""What modules keep besides parameters: buffers, and batch norm over all ranks."""

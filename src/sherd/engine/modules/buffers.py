@@ -1,0 +1,157 @@
+"""Buffers, kept equal.
+
+Each rank's batch norm sees its own batch, so its running statistics drift away from the others'. At every real step
+the buffers that changed on some rank since the last time are made equal again. Running statistics are linear in those
+of the batches, so taking their mean once per step is as good as taking it after every forward.
+
+What changed is found by identity and version. That is not enough for vectors of floats: torch's batch norm writes its
+running statistics without a word to autograd. They are small, and compared with a copy.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from sherd.comm import Communicator, labelled
+from sherd.engine.parameters.inventory import Inventory
+from sherd.engine.parameters.stores import unexpand
+from sherd.errors import Diverged
+from sherd.layout.entry import dtype_name
+
+Form = tuple[str, tuple[int, ...]] | None
+"""A buffer's dtype and shape; None where nothing is registered."""
+SAME, CHANGED, REFORMED = range(3)
+
+
+class Place:
+    """Where a buffer is registered, and what was there when ranks were last made equal.
+
+    A module may put another tensor there, so it is looked up each time.
+    """
+
+    def __init__(self, module: nn.Module, key: str, name: str) -> None:
+        self.name = name
+        self._registry = module._buffers
+        self._key = key
+        self.accept()
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The buffer that is there now."""
+        return self._registry.get(self._key)
+
+    @property
+    def form(self) -> Form:
+        tensor = self.tensor
+        return None if tensor is None else (dtype_name(tensor), tuple(tensor.shape))
+
+    def accept(self) -> None:
+        """Ranks have the same here."""
+        tensor = self.tensor
+        self._form = self.form
+        self._values: Tensor | None = None
+        if tensor is not None:
+            self._seen = weakref.ref(tensor)
+            self._version = _version(tensor)
+            if tensor.dim() == 1 and tensor.is_floating_point():
+                self._values = tensor.detach().clone()
+
+    def state(self) -> int:
+        """What became of the buffer since then, on this rank."""
+        tensor = self.tensor
+        if self.form != self._form:
+            return REFORMED
+        if tensor is None:
+            return SAME
+        if tensor is not self._seen() or _version(tensor) != self._version:
+            return CHANGED
+        return SAME if self._values is None or torch.equal(tensor, self._values) else CHANGED
+
+
+class BufferSync:
+    """Makes the buffers of a model equal on all ranks: by their "mean", or by taking the "leader"'s."""
+
+    def __init__(self, comm: Communicator, inventory: Inventory, how: str) -> None:
+        self._comm = comm
+        self._device = inventory.device
+        self._mean = how == "mean"
+        self._places: list[Place] = []
+        if how != "none":
+            self._places = [
+                Place(module, key, f"{prefix}.{key}" if prefix else key)
+                for prefix, module in inventory.model.named_modules()
+                for key in module._buffers
+            ]
+
+    def sync(self, step: int) -> None:
+        """Make equal what changed on some rank. Collective if the model has buffers."""
+        if not self._places:
+            return
+        with torch.no_grad(), labelled(f"the buffers of step {step}"):
+            changed = self._changed_anywhere()
+            self._equalise([tensor for place in changed if (tensor := place.tensor) is not None])
+        for place in changed:
+            place.accept()
+
+    def _changed_anywhere(self) -> list[Place]:
+        """Agree with the other ranks on what changed; a branch of the model may have been skipped on some."""
+        mine, seen = [], set()
+        for place in self._places:
+            tensor = place.tensor
+            shared = tensor is not None and id(tensor) in seen  # with an earlier place, where it is looked at
+            mine.append(SAME if shared else place.state())
+            seen.add(id(tensor))
+        with self._comm.counters.agreeing():
+            states = self._comm.all_reduce(torch.tensor(mine, device=self._device), op="max").wait().tolist()
+            if REFORMED in states:
+                self._compare([p for p, state in zip(self._places, states, strict=True) if state == REFORMED])
+        return [place for place, state in zip(self._places, states, strict=True) if state != SAME]
+
+    def _compare(self, places: Sequence[Place]) -> None:
+        """Refuse buffers whose new dtypes or shapes differ between ranks."""
+        everybody, rank = self._comm.compare_object([place.form for place in places])
+        for place, first, other in zip(places, everybody[0], everybody[rank], strict=True):
+            if first != other:
+                raise Diverged(
+                    f"buffer {place.name!r} cannot be kept equal: rank 0 has {_words(first)} where rank {rank} has "
+                    f'{_words(other)}; give it one shape on every rank, or write sync_buffers="none"',
+                    ranks=(0, rank),
+                )
+
+    def _equalise(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite them with their mean or with rank 0's, a dtype at a time."""
+        groups: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            unexpand(tensor)
+            # In fp64 the mean of equal fp32 values is that value, whatever the number of ranks: loading a checkpoint,
+            # which touches every buffer, changes no bit.
+            dtype = torch.float64 if self._mean and tensor.is_floating_point() else tensor.dtype
+            groups.setdefault(dtype, []).append(tensor)
+        flats = {
+            dtype: torch.cat([tensor.to(self._device, dtype).reshape(-1) for tensor in group])
+            for dtype, group in groups.items()
+        }
+        handles = {
+            dtype: self._comm.all_reduce(flat, flat, op="mean")
+            if self._mean and dtype is torch.float64
+            else self._comm.broadcast(flat)
+            for dtype, flat in flats.items()
+        }
+        for dtype, group in groups.items():
+            parts = torch.split(handles[dtype].wait(), [tensor.numel() for tensor in group])
+            for tensor, part in zip(group, parts, strict=True):
+                with torch.inference_mode(tensor.is_inference()):  # torch lets nobody else write into such a one
+                    tensor.detach().copy_(part.view(tensor.shape))
+
+
+def _version(tensor: Tensor) -> int:
+    """A buffer that a module put there under `inference_mode` has none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _words(form: Form) -> str:
+    return "none" if form is None else f"{form[0]}{list(form[1])}"

@@ -1,0 +1,196 @@
+"""`nn.SyncBatchNorm` over the engine's own communicator: on any device, over any transport.
+
+The class of the user's own modules is changed in place. They find their engine by the module, so that a copy of one is
+by itself: it has nobody to exchange statistics with.
+
+A rank knows the count, the mean and the squared deviations of its own batch; one gather in forward makes those of all
+batches together of them. In backward the statistics hand every rank a share of every other's gradient: one sum. What
+comes out are gradients of the sum of the ranks' losses with respect to this rank's input, and of this rank's loss with
+respect to weight and bias; the engine reduces them like all others.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from sherd.comm import Communicator, labelled
+from sherd.data import share
+from sherd.engine.gradients.rounds import Rounds
+from sherd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sherd.engine.engine import Engine
+
+_engines: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Engine], str]] = weakref.WeakKeyDictionary()
+
+
+def share_statistics(model: nn.Module, engine: Engine, undo: ExitStack) -> None:
+    """Make the `nn.SyncBatchNorm` modules of `model` compute their statistics over the ranks of `engine`.
+
+    Subclasses, and those with a process group of their own, are left to do what they do.
+    """
+    if engine.comm.world == 1:
+        return
+    for name, module in model.named_modules():
+        if type(module) in (nn.SyncBatchNorm, SyncedBatchNorm) and module.process_group is None:
+            undo.callback(setattr, module, "__class__", type(module))
+            undo.callback(_engines.pop, module, None)
+            module.__class__ = SyncedBatchNorm
+            _engines[module] = weakref.ref(engine), name
+            engine.rounds.careful = True
+
+
+class SyncedBatchNorm(nn.SyncBatchNorm):
+    """Batch norm over the batches of all ranks; without ranks, or in eval mode, that of `nn.BatchNorm`.
+
+    A pickle of it is one of a plain `nn.SyncBatchNorm`.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        ranks = _ranks_of(self)
+        if ranks is None or not self.training:
+            return super(nn.SyncBatchNorm, self).forward(input)
+        self._check_input_dim(input)
+        if input.size(1) != self.num_features:
+            raise ConfigError(f"{ranks} takes inputs of {self.num_features} channels, found {tuple(input.shape)}")
+        statistics = ranks.statistics(input.detach())
+        self._track(statistics)
+        output: Tensor = _Normalise.apply(input, self.weight, self.bias, self.eps, statistics, ranks)  # type: ignore[no-untyped-call]
+        return output
+
+    @torch.no_grad()
+    def _track(self, statistics: Statistics) -> None:
+        """Let running statistics follow those of this batch."""
+        if not self.track_running_stats:
+            return
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        share = self.momentum
+        if share is None:  # the mean over all batches so far
+            share = 0.0 if self.num_batches_tracked is None else 1.0 / self.num_batches_tracked.item()
+        unbiased = statistics.squares / (statistics.count - 1)
+        for running, new in ((self.running_mean, statistics.mean), (self.running_var, unbiased)):
+            if running is not None:
+                running.mul_(1.0 - share).add_(new.to(running.dtype), alpha=share)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncedBatchNorm:
+        twin = memo[id(self)] = SyncedBatchNorm.__new__(SyncedBatchNorm)
+        twin.__setstate__(copy.deepcopy(vars(self), memo))  # type: ignore[no-untyped-call]
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return object.__new__, (nn.SyncBatchNorm,), vars(self)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of the batches of all ranks, per channel, in fp64."""
+
+    count: float
+    mean: Tensor
+    squares: Tensor
+    """the sum of squared deviations from the mean"""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Whom the module of that name shares its statistics with."""
+
+    name: str
+    comm: Communicator
+    rounds: Rounds
+
+    def __str__(self) -> str:
+        return f"rank {self.comm.rank}: batch norm of {self.name!r}"
+
+    def statistics(self, input: Tensor) -> Statistics:
+        """Combine the statistics of all ranks' inputs, whatever their sizes. Collective."""
+        channels = input.size(1)
+        count = input.numel() // channels if share.current() else 0  # a batch that is only repeated is no part of it
+        mine = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=input.device)
+        if count:
+            mean, variance = torch.batch_norm_update_stats(input.to(_working(input)), None, None, 0.0)
+            mine[0], mine[1 : 1 + channels] = count, mean
+            torch.mul(variance.double(), count, out=mine[1 + channels :])
+        with labelled(f"batch norm of {self.name!r}"):
+            rows = self.comm.all_gather(mine).wait().view(self.comm.world, -1)
+        counts, means, squares = torch.split(rows, [1, channels, channels], dim=1)
+        total = counts.sum()
+        if total <= 1:
+            raise ConfigError(f"{self} needs more than one value per channel on all ranks together, found {int(total)}")
+        mean = (counts * means).sum(0) / total
+        return Statistics(total.item(), mean, (squares + counts * (means - mean).square()).sum(0))
+
+    def total(self, sums: Tensor) -> Tensor:
+        """Add up what ranks found in their gradients, as much of each as its backward counts. Collective."""
+        weight = self.rounds.weight
+        # The engine multiplies this rank's gradients with its weight, but here are shares of the others' too.
+        weighed = sums.double() * weight if weight else torch.zeros_like(sums, dtype=torch.float64)
+        with labelled(f"backward of the batch norm of {self.name!r}"):
+            total = self.comm.all_reduce(weighed).wait()
+        return total / weight if weight else total
+
+
+class _Normalise(torch.autograd.Function):
+    """`(input - mean) / deviation * weight + bias`, differentiated through the statistics of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        statistics: Statistics,
+        ranks: Ranks,
+    ) -> Tensor:
+        working = _working(input)
+        variance = statistics.squares / statistics.count
+        mean, inverse = statistics.mean.to(working), (variance + eps).rsqrt().to(working)
+        ctx.save_for_backward(input, weight, mean, inverse)
+        ctx.eps, ctx.count, ctx.ranks = eps, statistics.count, ranks
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        scale, shift = (None if each is None else each.to(working) for each in (weight, bias))
+        return functional.batch_norm(input, mean, variance.to(working), scale, shift, training=False, eps=eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, mean, inverse = ctx.saved_tensors
+        sums = torch.zeros(2, mean.numel(), dtype=mean.dtype, device=mean.device)  # of dy, and of dy * normalised
+        if input.numel():  # an empty one makes the kernel divide by 0
+            # The kernel takes the means that it is given, so these are this rank's part of the sums.
+            local = torch.ops.aten.native_batch_norm_backward(
+                gradient, input, None, None, None, mean, inverse, True, ctx.eps, [False, True, True]
+            )
+            sums[0], sums[1] = local[2], local[1]
+        to_input = None
+        if ctx.needs_input_grad[0]:
+            average, along = (ctx.ranks.total(sums) / ctx.count).to(mean.dtype)
+            scale = inverse if weight is None else inverse * weight
+            shape = (1, -1, *(1 for _ in input.shape[2:]))
+            scale, shift, slope = (each.view(shape) for each in (scale, -scale * average, -scale * inverse * along))
+            to_input = torch.addcmul(shift, gradient, scale).addcmul_(input - mean.view(shape), slope).to(input.dtype)
+        to_weight = None if weight is None else sums[1].to(weight.dtype)
+        to_bias = None if ctx.bias_dtype is None else sums[0].to(ctx.bias_dtype)
+        return to_input, to_weight, to_bias, None, None, None
+
+
+def _ranks_of(module: nn.Module) -> Ranks | None:
+    reference, name = _engines.get(module, (None, ""))
+    engine = None if reference is None else reference()
+    return None if engine is None else Ranks(name, engine.comm, engine.rounds)
+
+
+def _working(input: Tensor) -> torch.dtype:
+    """What to compute in: halves of a word are too coarse for statistics."""
+    return torch.promote_types(input.dtype, torch.float32)

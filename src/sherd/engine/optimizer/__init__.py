@@ -1,0 +1,1 @@
+"""Who updates what: an optimizer in parts, and whether it may be cut."""

@@ -1,0 +1,162 @@
+"""Whether an optimizer is elementwise: whether it may be stepped in parts. Found by doing it, on small tensors.
+
+Names would not do: the answer depends on options too, and users have optimizers of their own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from sherd.engine.optimizer.own_collectives import no_collectives
+from sherd.engine.optimizer.probe import BY_CLOSURE, Probe, WhyNot
+from sherd.engine.optimizer.regimes import RANDOM, SPECIAL
+from sherd.engine.optimizer.shard import hyper_parameters
+
+Shapes = Mapping[int, tuple[int, ...]]
+"""By number of dimensions."""
+
+_ODD: Shapes = {0: (), 1: (517,), 2: (23, 45), 3: (7, 9, 11), 4: (5, 7, 3, 9)}
+"""Cuts fall into the middle of everything."""
+_ROUND: Shapes = {0: (), 1: (768,), 2: (48, 32), 3: (48, 4, 4), 4: (48, 4, 2, 2)}
+"""For optimizers that divide parameters among ranks, and want these to come out even."""
+_LARGE, _LARGE_MATRIX = 128, (129, 131)
+"""A rule for matrices may be for large ones only. It looks at the shorter side, and 128 is a usual bound."""
+_RATE = 0.01
+"""The learning rate of the probes: it cannot decide the question, but a warm-up's rate of 0 would hide the answer."""
+
+
+def why_not_elementwise(optimizer: Optimizer) -> WhyNot | None:
+    """Why `optimizer` cannot be stepped in parts, or None if it can: then the parts have the very bits of the whole.
+
+    Neither the optimizer nor the random state of torch and Python is changed, and nothing is sent.
+    """
+    if _needs_closure(optimizer):
+        return BY_CLOSURE
+    key = _key(optimizer)
+    if key is None:
+        return _why_not(optimizer)
+    if key not in _known:
+        _known[key] = _why_not(optimizer)
+    return _known[key]
+
+
+_known: dict[Any, WhyNot | None] = {}
+
+
+def _key(optimizer: Optimizer) -> Any:
+    """What the answer depends on, if that is known; None for anybody's own class, which may look at anything."""
+    if not _is_torchs(optimizer) or optimizer.state:
+        return None
+    groups = []
+    for group in optimizer.param_groups:
+        alike = {(each.dtype, each.device, each.dim(), _is_large(each)) for each in group["params"]}
+        options = {**hyper_parameters(group), "lr": isinstance(group.get("lr"), Tensor), "initial_lr": None}
+        groups.append((repr(options), frozenset(alike)))
+    return type(optimizer), tuple(groups)
+
+
+def _why_not(optimizer: Optimizer) -> WhyNot | None:
+    if name := own_collective(optimizer):
+        return _by_itself(name)
+    with undisturbed(optimizer) as called:
+        why_not = next((found for probe in _probes(optimizer, _ODD) if (found := probe.why_not())), None)
+    return _by_itself(called[0]) if called else why_not
+
+
+def own_collective(optimizer: Optimizer) -> str | None:
+    """The collective of torch.distributed that `step()` calls first, if it calls one. Nothing is sent.
+
+    A step that fails before it communicates looks like one that does not.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    if _is_torchs(optimizer):
+        return None  # none of torch's own does
+    with undisturbed(optimizer) as called:
+        for probe in _probes(optimizer, _ROUND):
+            with suppress(Exception):  # of any class: optimizers are anybody's code
+                probe.record(RANDOM[:1])
+    return called[0] if called else None
+
+
+def _by_itself(collective: str) -> WhyNot:
+    return WhyNot(
+        f"its step() communicates by itself, by {collective} of torch.distributed",
+        "use its single-process variant: sherd averages the gradients before step() and shards what can be sharded",
+    )
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    try:
+        _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
+    except (TypeError, ValueError):  # a callable that does not say
+        return False
+    return any(each.name == "closure" and each.default is inspect.Parameter.empty for each in arguments)
+
+
+@contextmanager
+def undisturbed(optimizer: Optimizer) -> Iterator[list[str]]:
+    """Random states stay as they are, collectives raise, and nothing is compiled, which takes seconds and uses up the
+    variants that a function may be compiled in. Gives the names of the collectives that were called."""
+    devices = {each.device for group in optimizer.param_groups for each in group["params"]}
+    accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
+    before = random.getstate()
+    try:
+        eager = torch.compiler.set_stance("force_eager")
+        with eager, torch.random.fork_rng(accelerators), no_collectives() as called:
+            yield called
+    finally:
+        random.setstate(before)
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _is_large(parameter: Tensor) -> bool:
+    return parameter.dim() == 2 and min(parameter.shape) >= _LARGE
+
+
+def _probes(optimizer: Optimizer, shapes_of: Shapes) -> Iterator[Probe]:
+    """One probe per distinct set of hyper-parameters, dtype and device."""
+    seen: set[Any] = set()
+    for group in optimizer.param_groups:
+        hyper = hyper_parameters(group)
+        hyper.pop("initial_lr", None)
+        if "lr" in hyper:
+            hyper["lr"] = torch.full_like(hyper["lr"], _RATE) if isinstance(hyper["lr"], Tensor) else _RATE
+        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for parameter in group["params"]:
+            device = torch.device("cpu") if parameter.is_meta else parameter.device
+            alike.setdefault((parameter.dtype, device), []).append(parameter)
+        for (dtype, device), parameters in (alike or {(torch.float32, torch.device("cpu")): []}).items():
+            # A matrix always: a rule for matrices must show even where parameters are empty until they are gathered.
+            usual = dict.fromkeys((shapes_of[2], *(shapes_of.get(each.dim(), shapes_of[2]) for each in parameters)))
+            large = any(map(_is_large, parameters))
+            model = next((each for each in parameters if each.numel() and optimizer.state.get(each)), None)
+            for shapes in (tuple(usual), *([(_LARGE_MATRIX,)] if large else ())):
+                rest = (dtype, device, shapes, model is None)
+                exact, rough = (repr(hyper), *rest), (repr(_rough(hyper)), *rest)
+                if exact not in seen:
+                    special = () if rough in seen or shapes == (_LARGE_MATRIX,) else SPECIAL
+                    yield Probe(optimizer, hyper, shapes, dtype, device, model, special)
+                seen.update((exact, rough))
+
+
+def _rough(value: Any) -> Any:
+    """Numbers by their kind: groups with a rate or a decay per layer follow one rule, and one of them shows it."""
+    if isinstance(value, dict):
+        return {key: _rough(each) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_rough(each) for each in value]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return (value > 0) - (value < 0), abs(value) >= 1
+    return value

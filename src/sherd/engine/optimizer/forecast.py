@@ -1,0 +1,77 @@
+"""Optimizer state that is not there yet: how much of it a first step will make, found by a step of a small copy.
+
+No table of optimizers would do: the answer depends on their options, and users have optimizers of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from sherd.engine.optimizer.elementwise import undisturbed
+from sherd.engine.optimizer.shard import hyper_parameters, inherited, inner_optimizer, step_unhooked
+
+_SIZES = (3, 5, 7, 11, 13, 17, 19, 23)
+"""Of the dimensions of a small tensor: all different, so that those of its state tell which of them they follow."""
+
+Kept = list[tuple[tuple[int, ...], int]]
+"""The shapes of state tensors, and bytes per element."""
+
+
+class Forecast:
+    """What an optimizer, stepped as one of `kind`, will keep for tensors that it has kept nothing for."""
+
+    def __init__(self, optimizer: Optimizer, kind: type[Optimizer]) -> None:
+        self._optimizer = optimizer
+        self._kind = kind
+        self._known: dict[Any, Kept | None] = {}
+
+    def bytes(self, group: Mapping[str, Any], tensors: Sequence[Tensor]) -> int | None:
+        """Bytes of the state tensors after a first step of `tensors`, with the hyper-parameters of `group`.
+
+        None if that cannot be told.
+        """
+        total = 0
+        for tensor in tensors:
+            kept = self._kept(group, tensor)
+            if kept is None:
+                return None
+            total += sum(math.prod(_scaled(shape, tensor.shape)) * size for shape, size in kept)
+        return total
+
+    def _kept(self, group: Mapping[str, Any], tensor: Tensor) -> Kept | None:
+        key = id(group), tensor.dtype, tensor.device, tensor.dim()
+        if key not in self._known:
+            self._known[key] = self._tried(group, tensor)
+        return self._known[key]
+
+    def _tried(self, group: Mapping[str, Any], tensor: Tensor) -> Kept | None:
+        if tensor.dim() > len(_SIZES):
+            return None
+        device = "cpu" if tensor.is_meta else tensor.device
+        small = torch.ones(_SIZES[: tensor.dim()], dtype=tensor.dtype, device=device)
+        small.grad = torch.ones_like(small)
+        groups = [{**deepcopy(hyper_parameters(group)), "params": [small]}]
+        try:
+            with undisturbed(self._optimizer), torch.no_grad():
+                own = deepcopy(inherited(self._optimizer))
+                inner = inner_optimizer(self._kind, own, groups, defaultdict(dict))
+                step_unhooked(inner)
+        except Exception:  # of any class: optimizers are anybody's code, and some need a closure
+            return None
+        kept = (value for value in inner.state.get(small, {}).values() if isinstance(value, Tensor))
+        return [(tuple(value.shape), value.element_size()) for value in kept]
+
+
+def _scaled(shape: Sequence[int], real: Sequence[int]) -> list[int]:
+    """A shape of state of the small tensor, as it will be for a tensor of shape `real`."""
+    small = _SIZES[: len(real)]
+    sizes = {**dict(zip(small, real, strict=True)), math.prod(small): math.prod(real)} if real else {}
+    return [sizes.get(size, size) for size in shape]

@@ -1,0 +1,175 @@
+"""An optimizer tried out on small tensors: whole, and in parts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from sherd.engine.optimizer.regimes import CUTS, RANDOM, Draw, Regime
+from sherd.engine.optimizer.shard import inherited, inner_optimizer, step_unhooked
+from sherd.engine.optimizer.state import State, holds_tensors
+
+
+@dataclass(frozen=True)
+class WhyNot:
+    """Why an optimizer cannot be stepped in parts."""
+
+    cause: str
+    fix: str = 'write strategy="ddp", which keeps parameters whole'
+    own_words: str = ""
+    """The first line of an exception of the optimizer's own."""
+
+
+BY_CLOSURE = WhyNot("its step() needs a closure, evaluates the whole loss by it, and decides by that")
+
+
+class Step(NamedTuple):
+    """What a step of a run was given, and what it made of it; an item per tensor."""
+
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    stepped: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Tries out one set of hyper-parameters."""
+
+    optimizer: Optimizer
+    hyper: Mapping[str, Any]
+    shapes: Sequence[tuple[int, ...]]
+    dtype: torch.dtype
+    device: torch.device
+    model: Tensor | None
+    """A parameter that has state already, which the probes then have too: some classes make it in `__init__`."""
+    special: Sequence[Sequence[Regime]]
+    """The runs to make after the random one."""
+
+    def why_not(self) -> WhyNot | None:
+        try:
+            steps, state = self.record(RANDOM)
+            again, _ = self.record(RANDOM)
+        except Exception as error:  # of any class: optimizers are anybody's code
+            return _failed(
+                "it needs more than parameters with dense gradients, and so cannot be tried out in parts", error
+            )
+        if not all(_equal(one.stepped, other.stepped) for one, other in zip(steps, again, strict=True)):
+            return WhyNot("it is random: two runs over the same gradients give other numbers")
+        if not all(map(any, zip(*(_moved(step) for step in steps), strict=True))):
+            return WhyNot("it steps other tensors than those in its groups")
+        if any(holds_tensors(value) for kept in state.values() for value in kept.values()):
+            return WhyNot("it keeps tensors inside a list or dict in its state, which cannot be cut")
+        try:
+            alike = self._alike(steps, ()) and self._alike(steps, CUTS)
+            with _one_thread():
+                alike = alike and all(self._alike(self.record(run, partly=True)[0], CUTS) for run in self.special)
+        except Exception as error:
+            return _failed("it needs parameters of a certain shape, or their attributes, and parts are flat", error)
+        return None if alike else WhyNot("it treats a parameter as a whole: stepping it in pieces gives other numbers")
+
+    def record(self, run: Iterable[Regime], partly: bool = False) -> tuple[list[Step], Mapping[Any, State]]:
+        """Step whole tensors through `run`; also gives the state that this left.
+
+        With `partly` an exception only ends the run: no matter of parts, where the whole cannot be stepped either.
+        """
+        generator = torch.Generator().manual_seed(0)
+        exact = torch.promote_types(self.dtype, torch.float64)
+        tensors = [torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in self.shapes]
+        drawn = [torch.zeros(shape, dtype=exact) for shape in self.shapes]
+        inner = self._inner(tensors)
+        steps: list[Step] = []
+        for regime in run:
+            weights = [each.to("cpu", exact, copy=True) for each in tensors]
+            draws = [Draw(weight, own, generator) for weight, own in zip(weights, drawn, strict=True)]
+            if regime.weight is not None:
+                draws = [draw._replace(weight=regime.weight(draw)) for draw in draws]
+            drawn = [regime.gradient(draw) for draw in draws]
+            weights = [draw.weight.to(self.device, self.dtype) for draw in draws]
+            gradients = [each.to(self.device, self.dtype) for each in drawn]
+            try:
+                steps.append(Step(weights, gradients, _stepped(inner, tensors, weights, gradients)))
+            except Exception:
+                if not partly:
+                    raise
+                break
+        return steps, inner.state
+
+    def _alike(self, steps: Sequence[Step], cuts: Sequence[int]) -> bool:
+        """Whether the steps come out the same if each part has an owner that knows nothing of the others."""
+        for begin, end in pairwise((0, *cuts, None)):
+            own = [Step(*(_parts(tensors, begin, end) for tensors in step)) for step in steps]
+            tensors = [each.clone() for each in own[0].weights] if own else []
+            inner = self._inner(tensors)
+            for step in own:
+                if not _equal(_stepped(inner, tensors, step.weights, step.gradients), step.stepped):
+                    return False
+        return True
+
+    def _inner(self, tensors: list[Tensor]) -> Optimizer:
+        state = defaultdict(dict, {tensor: self._lent_state(tensor) for tensor in tensors if self.model is not None})
+        groups = [{**deepcopy(dict(self.hyper)), "params": tensors}]
+        return inner_optimizer(type(self.optimizer), deepcopy(inherited(self.optimizer)), groups, state)
+
+    def _lent_state(self, tensor: Tensor) -> State:
+        assert self.model is not None
+        lent = deepcopy(self.optimizer.state[self.model])
+        for key, value in lent.items():
+            if isinstance(value, Tensor) and value.shape == self.model.shape:
+                lent[key] = value.new_full(tensor.shape, value.flatten()[0].item())
+        return dict(lent)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Some operations wake all threads for a thousand elements, and wait for them: seconds, if the cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _stepped(
+    inner: Optimizer, tensors: Sequence[Tensor], weights: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> list[Tensor]:
+    """What a step makes of `weights`."""
+    for tensor, weight, gradient in zip(tensors, weights, gradients, strict=True):
+        tensor.copy_(weight)
+        tensor.grad = gradient.clone()
+    step_unhooked(inner)
+    return [tensor.clone() for tensor in tensors]
+
+
+def _moved(step: Step) -> list[bool]:
+    return [not torch.equal(before, after) for before, after in zip(step.weights, step.stepped, strict=True)]
+
+
+def _parts(tensors: Iterable[Tensor], begin: int | None, end: int | None) -> list[Tensor]:
+    """What an owner of the elements from `begin` to `end` has of each; flat, but for those without dimensions."""
+    parts = ((each, each.reshape(-1)[begin:end]) for each in tensors)
+    return [part if each.dim() else part.reshape(()) for each, part in parts if part.numel()]
+
+
+def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """To the last bit; what is not a number may be so in both, as after an overflow."""
+    return all(
+        torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+def _failed(cause: str, error: Exception) -> WhyNot:
+    own_words = f"{type(error).__name__}: {error}".splitlines()[0]
+    if "closure" in own_words:
+        return WhyNot(BY_CLOSURE.cause, own_words=own_words)
+    return WhyNot(cause, own_words=own_words)

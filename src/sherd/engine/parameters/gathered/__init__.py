@@ -1,0 +1,1 @@
+"""Stores that keep slices and gather parameters while they are used."""

@@ -1,0 +1,179 @@
+"""Which buckets of parameters are whole on this rank, and for how long.
+
+    gathered   all slices of a bucket are in its pages, or on their way there
+    touched    about to be read: it is gathered first, if it is not
+    used       by a call under way; not released before it ends
+    pinned     read by somebody who does not tell; not released before the parameters change
+    held       the same for good: gathered again after each change
+    released   its pages are gone
+
+Gathering is collective, so what is gathered and released when must follow from what was touched alone: ranks that run
+the same model then do the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from sherd.comm import Handle, labelled
+from sherd.engine.parameters.gathered.route import Route
+from sherd.engine.parameters.isolation import apart
+from sherd.errors import SherdError
+
+AHEAD = 2
+"""Buckets that are gathered before they are needed."""
+WINDOW = AHEAD + 2
+"""Buckets that stay gathered: those ahead, the one in use, and one more, since a layer can lie in two."""
+
+
+class Gathering:
+    """Gathers buckets on use. `names[b]` says what is in bucket b.
+
+    `fetch(b)` begins to gather a bucket, collectively; `release(b)` lets its memory go; `is_written(b)` tells whether
+    somebody wrote into it; `write_back(b)` keeps this rank's part of that.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        fetch: Callable[[int], Handle],
+        release: Callable[[int], None],
+        write_back: Callable[[int], None],
+        is_written: Callable[[int], bool],
+    ) -> None:
+        self._names = names
+        self._fetch = fetch
+        self._give_back = release
+        self._write_back = write_back
+        self._is_written = is_written
+        self._route = Route()
+        self._process = os.getpid()
+        self._gathered: dict[int, Handle | None] = {}  # the least recently touched first; None: complete
+        self._used: Counter[int] = Counter()
+        self._edited: set[int] = set()
+        self._pinned: set[int] = set()
+        self._held: set[int] = set()
+        self.steps = 0
+        """How often all parameters have changed; for messages."""
+        self._nodes: dict[int, tuple[int, set[int]]] = {}  # by graph task: a node of it, and what that reads
+
+    @property
+    def gathered(self) -> list[int]:
+        """The buckets that are gathered."""
+        return list(self._gathered)
+
+    def touch(self, bucket: int) -> None:
+        """Make a bucket whole, and what is expected after it on its way. Collective where it is not."""
+        if os.getpid() != self._process:
+            raise SherdError(
+                f"this process was forked from a rank and uses {self._names[bucket]}, which ranks gather together; "
+                f"give it a copy that was made before: copy.deepcopy(model)"
+            )
+        moved = self._route.visit(bucket)
+        if moved or bucket not in self._gathered:
+            if torch._C._current_graph_task_id() == -1:
+                self._nodes.clear()
+            with apart():
+                self._gather_all((bucket, *self._route.ahead(AHEAD)))
+        handle = self._gathered.pop(bucket)
+        if handle is not None:
+            with apart():
+                handle.wait()
+        self._gathered[bucket] = None  # the last one now
+
+    def use(self, buckets: Iterable[int]) -> None:
+        """A call that reads these buckets begins."""
+        buckets = list(buckets)
+        self._used.update(buckets)
+        try:
+            for bucket in buckets:
+                self.touch(bucket)
+        except BaseException:
+            self.leave(buckets)
+            raise
+
+    def leave(self, buckets: Iterable[int]) -> None:
+        """It is over."""
+        self._used.subtract(buckets)
+
+    def touch_for_node(self, bucket: int) -> None:
+        """A node of autograd's graph unpacks what it saved. It keeps it until it is through, and nobody tells when that
+        is: when another node of the same backward unpacks something, it was."""
+        task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
+        if node is None or torch.is_grad_enabled():
+            self.pin(bucket)  # somebody looks into the graph, or a graph of the gradient is made, which saves it too
+            return
+        number: int = node._sequence_nr()
+        last, reads = self._nodes.get(task, (number, set[int]()))
+        if last != number:
+            reads = set()
+        reads.add(bucket)
+        self._nodes[task] = number, reads
+        self.touch(bucket)
+
+    def pin(self, bucket: int) -> None:
+        """Keep a bucket gathered until the parameters change."""
+        self._pinned.add(bucket)
+        self.touch(bucket)
+
+    def hold(self, bucket: int) -> None:
+        """Keep a bucket gathered for good."""
+        self._held.add(bucket)
+        self.touch(bucket)
+
+    def edited(self, buckets: Iterable[int]) -> None:
+        """Somebody wrote into these buckets while they were gathered."""
+        self._edited.update(buckets)
+
+    def written(self) -> list[int]:
+        """Buckets that somebody wrote into and that were not written back yet."""
+        # A copy may be on its way into those that are not complete, and nobody can have used them.
+        self._edited.update(b for b, handle in self._gathered.items() if handle is None and self._is_written(b))
+        return sorted(self._edited)
+
+    def drop(self, buckets: Iterable[int]) -> None:
+        """Release these buckets, whoever may have pinned them: they are about to change."""
+        for bucket in buckets:
+            self._pinned.discard(bucket)
+            if bucket in self._gathered:
+                with apart():
+                    self._release(bucket)
+
+    def refresh(self) -> None:
+        """The parameters have changed: gather again what must be there. Collective where something is held."""
+        self._route.end()
+        for bucket in sorted(self._held.difference(self._gathered)):
+            self.touch(bucket)
+
+    def _gather_all(self, buckets: Sequence[int]) -> None:
+        for bucket in buckets:
+            if bucket not in self._gathered:
+                self._make_room(set(buckets))
+                with labelled(self._label(bucket)):
+                    self._gathered[bucket] = self._fetch(bucket)
+
+    def _make_room(self, keep: set[int]) -> None:
+        spare = len(self._gathered) + 1 - WINDOW
+        if spare <= 0:
+            return
+        read = keep.union(*(reads for _, reads in self._nodes.values()), self._pinned, self._held)
+        for bucket in [bucket for bucket in self._gathered if bucket not in read and not self._used[bucket]][:spare]:
+            self._release(bucket)
+
+    def _label(self, bucket: int) -> str:
+        return f"the use of {self._names[bucket]} in step {self.steps}, which all ranks must make under zero3"
+
+    def _release(self, bucket: int) -> None:
+        handle = self._gathered.pop(bucket)
+        if handle is not None:
+            handle.wait()
+        try:
+            if bucket in self._edited or self._is_written(bucket):
+                self._edited.discard(bucket)
+                self._write_back(bucket)
+        finally:
+            self._give_back(bucket)

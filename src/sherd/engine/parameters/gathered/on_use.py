@@ -1,0 +1,308 @@
+"""Tensors whose memory is there only while it is used: using them gathers it.
+
+Every call of torch that gets such a tensor comes by here first. So does what is made of one and shares its memory, a
+*view*; and so does what autograd saves of it for backward: it is saved as an address, and touched when it is unpacked.
+Whoever reads memory without telling (a trace, a transform of torch.func, a graph of gradients) has it pinned or held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sherd.engine.parameter import Copied, ShardedParameter, become, by_value
+from sherd.engine.parameters.gathered.gathering import Gathering
+
+_STORE = "_sherd_store"
+_T = torch.Tensor
+_hooks: Any = torch._C._autograd
+_ASKING: frozenset[Any] = frozenset(
+    {
+        *(_T.size, _T.stride, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.element_size, _T.storage_offset),
+        *(_T.data_ptr, _T.is_contiguous, _T.is_floating_point, _T.is_complex, _T.is_signed, _T.get_device, _T.__len__),
+        *(_T.is_shared, _T.is_pinned, _T.is_inference, _T._is_view, _T.requires_grad_, _T.retain_grad, _T.is_set_to),
+        *(_T.register_hook, _T.register_post_accumulate_grad_hook, _T.dim_order, torch.numel, torch.is_complex),
+        *(torch.is_floating_point, torch.is_inference, torch.is_same_size, _T.is_same_size, torch.result_type),
+    }
+)
+"""Calls that read no elements."""
+_VIEWS: frozenset[Any] = frozenset({_T.T, _T.mT, _T.H, _T.mH, _T.real, _T.imag})
+"""Attributes that are views: they cannot be made of memory that is not there."""
+_DETACHING: frozenset[Any] = frozenset({_T.detach, torch.detach})
+_EXPORTING: frozenset[Any] = frozenset({_T.numpy, _T.__array__, _T.__dlpack__, _T.share_memory_})
+"""Calls whose result is read without anybody noticing: they get a copy."""
+_STORAGES: frozenset[Any] = frozenset({_T.untyped_storage, _T.storage, _T._typed_storage})
+
+_REASON = "zero3 gathers parameters on use, between graphs; without fullgraph=True it works"
+
+
+class Store(Protocol):
+    """Where such tensors live."""
+
+    gathering: Gathering
+
+    def bucket_of(self, tensor: Tensor) -> int | None:
+        """The bucket in whose memory a tensor lies, if it is the store's."""
+
+
+class GatheredView(Copied):
+    """A tensor in the memory of a store."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _call(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy = memo.get(id(self))
+        if copy is None:
+            copy = memo[id(self)] = self.detach().clone()
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain: Any = self.detach().clone()
+        return plain.__reduce_ex__(protocol)
+
+
+class GatheredParameter(ShardedParameter):
+    """A parameter in the memory of a store."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _call(func, args, kwargs or {})
+
+
+def gather_on_use(parameter: nn.Parameter, store: Store) -> None:
+    """Make a parameter whose data lies in `store` one that is gathered on use."""
+    become(parameter, GatheredParameter)
+    ForkingPickler.register(GatheredView, by_value)
+    parameter.__dict__[_STORE] = store  # which lives as long as somebody can touch it
+
+
+def pin(things: Any) -> None:
+    """Keep the memory of tensors among these for somebody who reads it without telling."""
+    for tensor in _on_use(things):
+        for store, buckets in _places([tensor]).items():
+            for bucket in buckets:
+                store.gathering.pin(bucket)
+
+
+def plain_copies(state: dict[str, Any]) -> None:
+    """Replace tensors that are gathered on use by copies, in place. What was one tensor stays one."""
+    copies: dict[Any, Tensor] = {}
+    for name, value in state.items():
+        if type(value) is GatheredView:
+            with torch._C.DisableTorchFunctionSubclass():
+                where = value.untyped_storage()._cdata, value.storage_offset()
+            key = where, value.shape, value.stride(), value.dtype
+            if key not in copies:
+                copies[key] = value.clone()
+            state[name] = copies[key]
+
+
+@torch.compiler.disable(reason=_REASON)  # type: ignore[no-untyped-call, untyped-decorator]
+def _call(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    found = list(_on_use((args, options)))
+    stores = {id(tensor.__dict__[_STORE]): tensor.__dict__[_STORE] for tensor in found}.values()
+    attribute = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__") and func.__self__ not in _VIEWS
+    if attribute or func in _ASKING or func in _DETACHING:
+        if (func in _DETACHING or attribute) and _hooks._top_saved_tensors_default_hooks(True) is not None:
+            _pin_if_saved(func, found)
+        with torch._C.DisableTorchFunctionSubclass():
+            return _mark(func(*args, **options), stores)
+    if func is torch.autograd.grad:
+        return _differentiate(*args, **options)
+    if func is _T.backward:
+        return torch.autograd.backward(*args, **options)
+    if func in _EXPORTING:
+        return _read_only(func(*(_copied(arg) for arg in args), **options))
+    if func in _STORAGES:
+        pin(found)
+    return _mark(_used(func, args, options, found), stores)
+
+
+def _used(func: Any, args: tuple[Any, ...], options: dict[str, Any], found: list[Tensor]) -> Any:
+    """Call with these tensors gathered, and mind what is saved for backward."""
+    places = _places(found)
+    begun: list[tuple[Store, list[int]]] = []
+    try:
+        for store, buckets in places.items():
+            store.gathering.use(buckets)
+            begun.append((store, buckets))
+        if torch._C._get_tracing_state() is not None:
+            _hold(places)
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = [tensor._version for tensor in found]
+            hooked = torch.is_grad_enabled() and _hook(places)
+            try:
+                result = func(*args, **options)
+            finally:
+                if hooked:
+                    _hooks._pop_saved_tensors_default_hooks()
+            for tensor, version in zip(found, versions, strict=True):
+                if tensor._version != version:
+                    _edited(tensor)
+            return result
+    finally:
+        for store, buckets in begun:
+            store.gathering.leave(buckets)
+
+
+def _hook(places: dict[Store, list[int]]) -> bool:
+    """Have hooks for what autograd saves, which are then to be popped, or everything pinned if there may be none."""
+    if _hooks._saved_tensors_hooks_is_enabled():
+        saving = _Saving(list(places), _hooks._top_saved_tensors_default_hooks(True))
+        _hooks._push_saved_tensors_default_hooks(saving.pack, _unpack)
+        return True
+    for store, buckets in places.items():
+        for bucket in buckets:
+            store.gathering.pin(bucket)
+    return False
+
+
+class _Saving:
+    """What one call saves. Tensors that are not the stores' go where they would have gone: to the hooks in force."""
+
+    def __init__(self, stores: list[Store], outer: Any) -> None:
+        self._stores = stores
+        self._outer = outer
+
+    def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        for store in self._stores:
+            bucket = store.bucket_of(tensor)
+            if bucket is not None:
+                return _Saved(tensor, store.gathering, bucket)
+        if self._outer is not None:
+            pack, unpack = self._outer
+            packed = pack(tensor)
+            return lambda: unpack(packed)
+        return _Saved(tensor, None, 0)
+
+
+class _Saved:
+    """A tensor that autograd saved. Where there are hooks torch compares no versions, so this does."""
+
+    def __init__(self, tensor: Tensor, gathering: Gathering | None, bucket: int) -> None:
+        self._tensor = tensor.detach()  # an output would keep itself alive
+        self._version = tensor._version
+        self._gathering = gathering
+        self._bucket = bucket
+
+    def __call__(self) -> Tensor:
+        tensor, version = self._tensor, self._tensor._version
+        if version != self._version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{tensor.type()} {list(tensor.shape)}] is at version {version}; expected version {self._version} "
+                f"instead"
+            )
+        if self._gathering is not None:
+            self._gathering.touch_for_node(self._bucket)
+        return tensor
+
+
+def _unpack(saved: Callable[[], Tensor]) -> Tensor:
+    return saved()
+
+
+def _differentiate(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> Any:
+    """`torch.autograd.grad`, which needs no elements of what it is asked about, only to know what it is."""
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    found = torch.autograd.grad(
+        [_edge(output) for output in outputs],
+        [_edge(each) for each in inputs],
+        grad_outputs,
+        retain_graph,
+        create_graph,
+        only_inputs,
+        True if materialize_grads else allow_unused,
+        is_grads_batched,
+    )
+    if not materialize_grads:
+        return found
+    return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True))
+
+
+def _edge(tensor: Any) -> Any:
+    on_use = isinstance(tensor, GatheredParameter | GatheredView)
+    return torch.autograd.graph.get_gradient_edge(tensor) if on_use else tensor
+
+
+def _pin_if_saved(func: Any, found: list[Tensor]) -> None:
+    """Hooks of somebody else's that keep what they are given by `x.detach()` or `x.data` lose its class on the way."""
+    if func in _DETACHING or getattr(func, "__self__", None) is _T.data:
+        pin(found)
+
+
+def _places(found: Iterable[Tensor]) -> dict[Store, list[int]]:
+    """The buckets in which tensors lie, each once, by store. None of what is lent out of its store."""
+    places: dict[Store, list[int]] = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in found:
+            store: Store = tensor.__dict__[_STORE]
+            bucket = store.bucket_of(tensor)
+            if bucket is not None and bucket not in places.setdefault(store, []):
+                places[store].append(bucket)
+    return places
+
+
+def _hold(places: dict[Store, list[int]]) -> None:
+    """A trace reads parameters where they are, as often as it is called."""
+    for store, buckets in places.items():
+        for bucket in buckets:
+            store.gathering.hold(bucket)
+
+
+def _edited(tensor: Tensor) -> None:
+    for store, buckets in _places([tensor]).items():
+        store.gathering.edited(buckets)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, GatheredParameter | GatheredView) else value
+
+
+def _read_only(exported: Any) -> Any:
+    """Not to be written, if it is an array: nobody would see it."""
+    if hasattr(exported, "flags"):
+        exported.flags.writeable = False
+    return exported
+
+
+def _on_use(things: Any) -> Iterator[Tensor]:
+    """The tensors among these that are gathered on use, however deep in containers."""
+    if isinstance(things, GatheredParameter | GatheredView):
+        yield things
+    elif isinstance(things, tuple | list):
+        for thing in things:
+            yield from _on_use(thing)
+    elif isinstance(things, dict):
+        yield from _on_use(list(things.values()))
+
+
+def _mark(result: Any, stores: Iterable[Store]) -> Any:
+    """Make those of the results views that share the memory of a store."""
+    if type(result) is Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            for store in stores:
+                if store.bucket_of(result) is not None:
+                    result.__class__ = GatheredView
+                    result.__dict__[_STORE] = store
+    elif isinstance(result, tuple | list):
+        for each in result:
+            _mark(each, stores)
+    return result
