@@ -36,7 +36,7 @@ class Report:
     edited: bool
     """whether a parameter was edited since the last step"""
     late: Sequence[bool]
-    """by bucket: what missed it, then what arrived again"""
+    """by bucket: whether a gradient arrived after it was launched"""
     used: Sequence[bool]
     """by entry"""
     trainable: Sequence[bool]

@@ -2,9 +2,9 @@
 
 A bucket is *complete* when each of its entries has arrived once in the round. Buckets are launched as soon as they are
 complete, but in one order that all ranks share; at the end of the round the incomplete ones are launched too, with
-zeros for what is missing. What still arrives then is *late*: it waits until ranks have agreed that there is such. It
-has *missed* its bucket, or it arrives *again*, and then it is late even if its bucket was not launched yet. The two are
-kept apart, so that the order of additions does not depend on how entries are packed.
+zeros for what is missing. What arrives after its bucket was launched is *late*: it waits until ranks have agreed that
+there is such. Entries are packed alike under every strategy, so what is late is the same under all of them, and so is
+the order of additions.
 """
 
 from __future__ import annotations
@@ -46,32 +46,25 @@ class Collector:
         """A new round."""
         self._arrived = [False] * len(self._layout.entries)
         self._missing = [len(bucket.members) for bucket in self._layout.buckets]
-        self._missed: dict[int, Tensor] = {}
-        self._again: dict[int, Tensor] = {}
+        self._late: dict[int, Tensor] = {}
         self._launched = 0
         self._launched_complete = 0
         self._is_launched = [False] * len(self._layout.buckets)
         self.completed: list[int] = []
-        self.arrivals: list[int] = []
-        """What arrived and was completed, in this rank's order: what the order of the next rounds is learned from."""
+        """Buckets in this rank's order: what the order of the next rounds is learned from."""
 
     def arrive(self, entry: int, gradient: Tensor, factor: float, op: str | None) -> None:
         """Take a gradient; without `op` nothing is launched in this round."""
         bucket = self._homes[entry]
         self.used[entry] = True
-        if op is not None and self._arrived[entry]:
-            before = self._again.get(entry)
-            self._again[entry] = gradient * factor if before is None else before.add_(gradient, alpha=factor)
-            return
         if self._is_launched[bucket]:
-            self._arrived[entry] = True
-            self._missed[entry] = gradient * factor
+            before = self._late.get(entry)
+            self._late[entry] = gradient * factor if before is None else before.add_(gradient, alpha=factor)
             return
         self._gradients.take(entry, gradient, factor)
         if self._arrived[entry]:
             return
         self._arrived[entry] = True
-        self.arrivals.append(entry)
         self._missing[bucket] -= 1
         if not self._missing[bucket]:
             self.completed.append(bucket)
@@ -88,27 +81,22 @@ class Collector:
             self._launch_next(op)
 
     def late(self) -> list[bool]:
-        """Which buckets this rank has gradients for that missed them, and which some that arrived again."""
-        found = []
-        for kept in (self._missed, self._again):
-            buckets = {self._homes[entry] for entry in kept}
-            found += [bucket in buckets for bucket in range(len(self._layout.buckets))]
-        return found
+        """Which buckets this rank has late gradients for."""
+        buckets = {self._homes[entry] for entry in self._late}
+        return [bucket in buckets for bucket in range(len(self._layout.buckets))]
 
     def nothing_late(self) -> list[bool]:
         """The same where there is nothing."""
-        return [False] * (2 * len(self._layout.buckets))
+        return [False] * len(self._layout.buckets)
 
     def launch_late(self, late: Sequence[bool], op: str) -> None:
-        """Launch again the buckets for which some rank has late gradients: what missed them, then what came again."""
-        count = len(self._layout.buckets)
-        for kept, buckets in ((self._missed, late[:count]), (self._again, late[count:])):
-            for entry, gradient in kept.items():
-                self._gradients.take(entry, gradient, 1.0)
-            kept.clear()
-            for bucket in self.order:
-                if buckets[bucket]:
-                    self._launch(bucket, op)
+        """Launch again the buckets for which some rank has late gradients."""
+        for entry, gradient in self._late.items():
+            self._gradients.take(entry, gradient, 1.0)
+        self._late.clear()
+        for bucket in self.order:
+            if late[bucket]:
+                self._launch(bucket, op)
 
     @property
     def launched(self) -> int:

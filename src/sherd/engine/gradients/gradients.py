@@ -59,7 +59,6 @@ class RingGradients:
         slot_numel: int,
         on_sum: Callable[[int], None],
         device: torch.device,
-        memory: dict[str, Tensor] | None = None,
     ) -> None:
         self._comm = comm
         self._device = device
@@ -77,13 +76,13 @@ class RingGradients:
         self._ring = Ring(comm, 0, device)
         self.memory: list[Tensor] = []
         """All that is allocated for what is kept."""
-        self.grow(layout, memory)
+        self.grow(layout)
 
-    def grow(self, layout: ShardLayout, memory: dict[str, Tensor] | None = None) -> None:
-        """Make room for the buckets that `layout` has more, in this `memory` or in new one. Nothing is under way."""
+    def grow(self, layout: ShardLayout) -> None:
+        """Make room for the buckets that `layout` has more. Nothing is under way."""
         self.layout = layout
         added = layout.buckets[len(self.sums) :]
-        memory = memory or self._memory_for(added)
+        memory = self._memory_for(added)
         self.memory += memory.values()
         self._allocate(added, memory)
         self.summed += [False] * len(added)
@@ -144,11 +143,6 @@ class RingGradients:
         if room is not before:
             room.whole.copy_(before.whole)
             self._move_into(bucket, room)
-
-    @property
-    def held(self) -> bool:
-        """Whether somebody holds memory that was allocated at the beginning."""
-        return any(rooms.held for rooms in self._rooms)
 
     def settle(self) -> None:
         """Complete every reduction that is under way."""

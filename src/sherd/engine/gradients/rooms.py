@@ -61,11 +61,6 @@ class Rooms:
         return self.current
 
     @property
-    def held(self) -> bool:
-        """Whether somebody holds the first one."""
-        return self._first.held()
-
-    @property
     def more_bytes(self) -> int:
         """Bytes of all but the first."""
         return sum(room.whole.nbytes for room in self._more)

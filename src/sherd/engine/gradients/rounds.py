@@ -29,7 +29,6 @@ from sherd.engine.gradients.window import Weights, Window
 from sherd.engine.parameters.isolation import unnoticed
 from sherd.engine.parameters.trained import Trained
 from sherd.errors import ConfigError, SherdError
-from sherd.layout.entry import dtype_name
 from sherd.layout.shard_layout import ShardLayout
 
 _KINDS: dict[Gradients, type[RingGradients]] = {
@@ -70,7 +69,6 @@ class Rounds:
         self._touched = False
         self._backwards = 0  # in the gradient
         self._learned = False
-        self._arrivals: list[int] = []
         self._broken: BaseException | None = None
         self._watch = watch
         self._unfreeze = unfreeze
@@ -82,13 +80,13 @@ class Rounds:
         """The layout of the parameters that are trained."""
         return self._trained.layout
 
-    def _build(self, memory: dict[str, Tensor] | None = None) -> None:
+    def _build(self) -> None:
         """Make what depends on the layout."""
         comm, trained, layout = self._comm, self._trained, self.layout
 
         def make(on_sum: Callable[[int], None]) -> RingGradients:
             kind, numel, device = _KINDS[self._choices.gradients], trained.bucket_numel, trained.inventory.device
-            return kind(comm, layout, slot_numel=numel, on_sum=on_sum, device=device, memory=memory)
+            return kind(comm, layout, slot_numel=numel, on_sum=on_sum, device=device)
 
         self._measured = Measured(layout, make)
         self._collector = Collector(layout, self.gradients)
@@ -209,8 +207,6 @@ class Rounds:
                 self._agree(self._collector.nothing_late())
             if not self._learned:
                 self._learn()
-                if any(late):
-                    self._arrivals = []  # what is late depends on the packing: every strategy keeps its first one
 
     def _agree(self, late: Sequence[bool]) -> list[bool]:
         """Tell the other ranks how it went here, and take over how it went everywhere; gives what is late."""
@@ -243,24 +239,8 @@ class Rounds:
         completed = self._collector.completed
         order = [*completed, *(bucket for bucket in self._collector.order if bucket not in completed)]
         with self._comm.counters.agreeing():
-            self._collector.order, self._arrivals = self._comm.broadcast_object((order, self._collector.arrivals))
+            self._collector.order = self._comm.broadcast_object(order)
         self._learned = True
-
-    def _repack(self) -> None:
-        """Pack buckets in the order in which gradients arrive, where nobody's slices depend on the packing."""
-        arrivals, self._arrivals = self._arrivals, []
-        if not isinstance(self.gradients, ReplicatedGradients) or self._trained.grown:
-            return
-        order = [*arrivals, *(entry for entry in reversed(range(len(self.layout.entries))) if entry not in arrivals)]
-        layout = self._trained.packed(order)
-        if self.gradients.fits(layout):
-            memory = {dtype_name(flat): flat for flat in self.gradients.memory}
-            if self.gradients.held:
-                memory = {dtype: torch.zeros_like(flat) for dtype, flat in memory.items()}
-            for flat in memory.values():
-                flat.zero_()  # what is padding now was a gradient before
-            self._trained.layout = layout
-            self._build(memory)
 
     def _show(self) -> None:
         if self.complete:
@@ -366,5 +346,3 @@ class Rounds:
         self._backwards = 0
         self._measured.forget_norms()  # after settle(), which measures what was done to p.grad
         self.finite = True
-        if self._arrivals and not any(self.access.used):
-            self._repack()

@@ -16,10 +16,8 @@ from sherd.comm import Handle
 from sherd.engine.gradients.gradients import Reduction, RingGradients
 from sherd.engine.gradients.rooms import Room
 from sherd.engine.parameters.memory import numel_by_dtype, with_own_storage
-from sherd.layout.entry import dtype_name, dtype_of
+from sherd.layout.entry import dtype_of
 from sherd.layout.pieces import Piece, cut_whole, largest_whole
-from sherd.layout.placement import BLOCK, padded
-from sherd.layout.shard_layout import ShardLayout
 from sherd.layout.slicing import Bucket
 
 
@@ -69,7 +67,7 @@ class WholeGradients(RingGradients):
 
     def _memory_for(self, buckets: Sequence[Bucket]) -> dict[str, Tensor]:
         # Where peers can read it in place, if there is such memory.
-        comm, sizes = self._comm, numel_by_dtype(buckets, self._reserved)
+        comm, sizes = self._comm, numel_by_dtype(buckets, self._kept)
         if not (comm.shares_memory and self._device.type == "cpu"):
             return self._zeros(sizes)
         return {d: comm.shared_buffers(size, dtype=dtype_of(d))[comm.host.rank] for d, size in sizes.items()}
@@ -83,10 +81,6 @@ class WholeGradients(RingGradients):
         self.views += views
 
     def _kept(self, bucket: Bucket) -> int:
-        return bucket.numel
-
-    def _reserved(self, bucket: Bucket) -> int:
-        """Elements to allocate for a bucket."""
         return bucket.numel
 
     def _room(self, bucket: Bucket, memory: Tensor) -> Room:
@@ -113,16 +107,6 @@ class WholeGradients(RingGradients):
 
 class ReplicatedGradients(WholeGradients):
     """A whole local gradient per rank that becomes the whole sum on every rank."""
-
-    def fits(self, layout: ShardLayout) -> bool:
-        """Whether another packing of the same entries fits into the same memory."""
-        room = {dtype_name(flat): flat.numel() for flat in self.memory}
-        sizes = numel_by_dtype(layout.buckets, lambda bucket: bucket.numel)
-        return all(size <= room[dtype] for dtype, size in sizes.items())
-
-    def _reserved(self, bucket: Bucket) -> int:
-        # Enough for another packing: its entries, and what cutting a bucket into equal slices can add at most.
-        return sum(padded(entry.numel) for entry in bucket.entries) + bucket.world * BLOCK
 
     def _summed(self, whole: Tensor, slice: Tensor) -> Tensor:
         return whole

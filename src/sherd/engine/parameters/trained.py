@@ -23,16 +23,9 @@ class Trained:
         self.indices = inventory.trainable()
         self.names = [inventory.names[index] for index in self.indices]
         self.parameters: list[nn.Parameter] = [inventory.parameters[index] for index in self.indices]
-        self.grown = False
-        """Whether it has grown since."""
-        self._world, self._group = world, group
-        # Last registered first: gradients come so.
-        self.layout = self.packed(range(len(self.indices) - 1, -1, -1))
-
-    def packed(self, order: Sequence[int]) -> ShardLayout:
-        """A layout of these parameters, packed in this order."""
-        entries = self.inventory.entries(self.indices)
-        return ShardLayout.build(entries, self._world, bucket_numel=self.bucket_numel, group=self._group, order=order)
+        entries = inventory.entries(self.indices)
+        last_first = range(len(self.indices) - 1, -1, -1)  # gradients come so
+        self.layout = ShardLayout.build(entries, world, bucket_numel=self.bucket_numel, group=group, order=last_first)
 
     @property
     def frozen(self) -> list[int]:
@@ -42,7 +35,6 @@ class Trained:
 
     def grow(self, indices: Sequence[int]) -> None:
         """Train these parameters too."""
-        self.grown = True
         self.layout = self.layout.grown(self.inventory.entries(indices))
         self.indices += indices
         self.names += [self.inventory.names[index] for index in indices]
