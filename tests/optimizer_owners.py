@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from torch import nn, optim
 
 from sherd.comm.handle import Done
+from sherd.engine.buckets.bucket import Values
+from sherd.engine.buckets.bucket_list import BucketList
+from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.optimizer.shard import OptimizerShard
-from sherd.layout import Entry, ShardLayout
 
 LOOP, FOREACH, FUSED = {"foreach": False}, {"foreach": True}, {"fused": True}
 SGD_ALL = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
@@ -78,16 +80,25 @@ class Plain:
         return [parameter.detach() for parameter in self.parameters]
 
 
+def buckets_of(parameters, world, bucket_numel=600):
+    members = [TrackedParameter(str(index), parameter) for index, parameter in enumerate(parameters)]
+    return BucketList.pack(members, world, world, bucket_numel)
+
+
 class Owners:
     """All owners of a layout in one process, over one store. Each has an optimizer object of its own, as ranks do."""
 
     def __init__(self, case, parameters, world, chunk_numel=256, bucket_numel=600, state=None):
-        entries = [Entry(str(i), tuple(p.shape), str(p.dtype)[6:]) for i, p in enumerate(parameters)]
-        self.layout = ShardLayout.build(entries, world, bucket_numel=bucket_numel)
         self.parameters = parameters
-        dtypes = [getattr(torch, bucket.dtype) for bucket in self.layout.buckets]
-        pairs = list(zip(self.layout.buckets, dtypes, strict=True))
-        self.stores, self.sums = ([torch.zeros(b.numel, dtype=d) for b, d in pairs] for _ in range(2))
+        self.lists = [buckets_of(parameters, world, bucket_numel) for _ in range(world)]
+        self.stores, self.sums = (
+            [torch.zeros(bucket.described.numel, dtype=bucket.dtype) for bucket in self.lists[0].buckets]
+            for _ in range(2)
+        )
+        for owner, buckets in enumerate(self.lists):
+            for bucket, store, sum in zip(buckets.buckets, self.stores, self.sums, strict=True):
+                bucket.values = Values(store, store.chunk(world)[owner])
+                bucket.slice = sum.chunk(world)[owner]
         for value, there in zip(parameters, self._places(self.stores), strict=True):
             there.copy_(value.detach())
         self.shards = [self._shard(build(case, parameters), owner, chunk_numel, state) for owner in range(world)]
@@ -95,19 +106,19 @@ class Owners:
     def _shard(self, optimizer, owner, chunk_numel, state):
         if state is not None:
             optimizer.load_state_dict(state)
-        slices = [[each.chunk(self.layout.world)[owner] for each in flat] for flat in (self.stores, self.sums)]
-        return OptimizerShard(optimizer, self.layout, owner, self.parameters, *slices, chunk_numel)
+        return OptimizerShard(optimizer, self.lists[owner], owner, chunk_numel=chunk_numel)
 
     def _places(self, flats):
-        begins = [(self.layout.bucket_of(i).index, self.layout.bucket_offset(i)) for i in range(len(self.parameters))]
-        sized = zip(begins, self.parameters, strict=True)
-        return [flats[bucket][begin : begin + p.numel()].view(p.shape) for (bucket, begin), p in sized]
+        buckets = dict(zip(self.lists[0].buckets, flats, strict=True))
+        return [member.shaped_in(buckets[member.bucket]) for member in self.lists[0].parameters]
 
     def step(self, gradients, used):
         for gradient, there in zip(gradients, self._places(self.sums), strict=True):
             there.copy_(gradient)  # also where unused: nobody may look
-        for shard in self.shards:
-            shard.step(used)
+        for shard, buckets in zip(self.shards, self.lists, strict=True):
+            for member, is_used in zip(buckets.parameters, used, strict=True):
+                member.used = is_used
+            shard.step()
 
     def optimizers(self):
         return [shard._optimizer for shard in self.shards]

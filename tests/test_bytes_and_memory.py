@@ -11,7 +11,7 @@ from torch import nn
 import sherd
 from sherd import CommOptions, comm
 from sherd.api.training import training_of
-from sherd.engine.gradients.ring import SLOTS
+from sherd.engine.buckets.ring import SLOTS
 
 ITEMSIZE = 4
 STRATEGIES = ("ddp", "zero1", "zero2")
@@ -128,7 +128,7 @@ def held(strategies, bucket_bytes):
             train(model, optimizer, c.rank, 2)
             training = training_of(model)
             engine = training.engine
-            kinds = {"parameters": engine.store.bytes(), **engine.gradients.bytes(), "state": training.state_bytes()}
+            kinds = {"parameters": engine.store.bytes(), **engine.gradient_bytes(), "state": training.state_bytes()}
             found[strategy] = kinds, engine.layout.numel
     return found
 

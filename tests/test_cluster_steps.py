@@ -197,8 +197,11 @@ def trained(hosts, folder, transport, strategy, what, victim):
 
 def whole_weights(model):
     """Copies of weights; of the slices that a rank has, where it does not have more."""
-    store = training_of(model).engine.store
-    return [each.detach().clone() for each in (model.parameters() if store.whole else store.slices)]
+    store, buckets = training_of(model).engine.store, training_of(model).engine.buckets.buckets
+    return [
+        each.detach().clone()
+        for each in (model.parameters() if store.whole else [bucket.values.owned for bucket in buckets])
+    ]
 
 
 def blamed(told):

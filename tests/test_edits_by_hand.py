@@ -30,8 +30,8 @@ import sherd
 from sherd import Diverged
 from sherd.api.training import training_of
 from sherd.comm.host.memory import PAGE
+from sherd.engine.buckets.checksum import checksum
 from sherd.engine.parameters import page_map
-from sherd.engine.parameters.checksum import checksum
 
 PRIVATE = sherd.ZeRO(stage=2, share_host_memory=False)
 GATHERED = sherd.ZeRO(stage=3, share_host_memory=False)

@@ -58,7 +58,7 @@ def store_of(model):
 
 def resident(model):
     """Bytes of parameters that are in memory, by bucket."""
-    return [resident_bytes(pages.memory) for pages in store_of(model)._pages]
+    return [resident_bytes(bucket.values.whole) for bucket in training_of(model).engine.buckets.every]
 
 
 # -------------------------------------------------------------------- the same bits
@@ -319,7 +319,7 @@ def held():
             look()
         training = training_of(model)
         kinds = {"parameters": store_of(model).bytes(), "optimizer": training.state_bytes()}
-        kinds["gradients"] = training.engine.gradients.bytes()["gradients"]
+        kinds["gradients"] = training.engine.gradient_bytes()["gradients"]
         return seen, ahead, kinds, training.engine.layout
 
 

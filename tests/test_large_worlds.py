@@ -33,11 +33,12 @@ def state_bytes(strategy, rank, world):
     sherd.distribute(model, optimizer, strategy=strategy, comm=FakeCommunicator(rank, world))
     training = training_of(model)
     engine = training.engine
-    engine.rounds.access.used = [True] * len(engine.trained.parameters)
-    engine.rounds.access.show()
-    with engine.updating() as update:
-        training.updater.step(update.used)
-    return engine.store.bytes() + engine.gradients.bytes()["gradients"] + training.state_bytes()
+    for member in engine.buckets.parameters:
+        member.used = True
+    engine.access.show(engine.buckets)
+    with engine.updating():
+        training.updater.step()
+    return engine.store.bytes() + engine.gradient_bytes()["gradients"] + training.state_bytes()
 
 
 def zero(stage, **options):

@@ -14,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from sherd.comm.solo import SoloCommunicator
 from sherd.engine.optimizer.shard import OptimizerShard
 from sherd.errors import ConfigError
-from sherd.layout import Entry, ShardLayout
 
 
 def pair(case=ADAMW, shapes=((7, 150), (3,)), world=2):
@@ -139,7 +138,7 @@ def test_groups_that_are_added_later():
     with pytest.raises(
         ConfigError, match=r"group 2 has at position 0 .*\(2, 3\).* must belong to the distributed model"
     ):
-        owners.shards[0].step([True, True])
+        owners.shards[0].step()
 
 
 @pytest.mark.parametrize("trained_before", [False, True])
@@ -159,7 +158,7 @@ def test_frozen_parameters_are_left_alone_until_they_are_not(trained_before):
     assert_same(owners.state_dict(), plain.state_dict())
     frozen.requires_grad_()
     with pytest.raises(ConfigError, match=r"group 0 has at position 1 .* that was not distributed"):
-        owners.shards[0].step([True, True])
+        owners.shards[0].step()
 
 
 def test_names_follow_their_chunks():
@@ -193,7 +192,9 @@ def test_state_has_the_precision_of_the_store_not_of_the_parameters():
     plain, owners = pair(world=1)
     step_all([plain, owners])
     low = [nn.Parameter(parameter.detach().bfloat16()) for parameter in plain.parameters]
-    shard = OptimizerShard(build(ADAMW, low), owners.layout, 0, low, owners.stores, owners.sums)
+    for member, parameter in zip(owners.lists[0].parameters, low, strict=True):
+        member.parameter = parameter
+    shard = OptimizerShard(build(ADAMW, low), owners.lists[0], 0)
     shard.load_state_dict(plain.state_dict())
     assert_same(shard.state_dict(SoloCommunicator()), plain.state_dict())
 
@@ -210,18 +211,5 @@ def test_state_in_containers_is_refused():
 def test_wrong_arguments_are_refused():
     parameters = new_parameters([(700,)])
     owners = Owners(ADAMW, parameters, 2)
-    layout, good = owners.layout, [owners.stores[0].chunk(2)[0]]
-    optimizer = build(ADAMW, parameters)
-    wrong = [
-        (layout, parameters, good, good, 100, "chunk_numel=100 .* write 256"),
-        (layout, parameters * 2, good, good, 256, "found 2 parameters, expected one for each of 1"),
-        (layout, parameters, [], good, 256, "found 0 slices of values and 1 of gradients"),
-        (layout, parameters, good, [good[0].double()], 256, "of one dtype; found .*float64"),
-        (layout, parameters, good, [good[0][:-1]], 256, "flat slices of 512 elements"),
-        (ShardLayout.build([Entry("0", (700,), placement="row")], 2), parameters, good, good, 256, "step flat"),
-    ]
-    for where, what, values, gradients, chunk_numel, message in wrong:
-        with pytest.raises(ConfigError, match=message):
-            OptimizerShard(optimizer, where, 0, what, values, gradients, chunk_numel)
-    with pytest.raises(ConfigError, match="used has 3 items, expected one for each of 1"):
-        owners.shards[0].step([True] * 3)
+    with pytest.raises(ConfigError, match=r"chunk_numel=100 .* write 256"):
+        OptimizerShard(build(ADAMW, parameters), owners.lists[0], 0, chunk_numel=100)

@@ -91,6 +91,7 @@ def communicating():
 def check(optimizer, strategy, c):
     """What `distribute` asks, without what is collective about it."""
     from sherd.api.updaters import check_optimizer
+
     from sherd.strategies import resolve
 
     chosen = resolve(strategy)

@@ -22,7 +22,7 @@ from sherd.api import carrying_out
 from sherd.comm import SoloCommunicator
 from sherd.engine.engine import Engine
 from sherd.engine.modules.buffers import BufferSync
-from sherd.engine.parameters.stores import ParameterStore
+from sherd.engine.parameters.store import ParameterStore
 
 
 class Numbers(IterableDataset):

@@ -131,9 +131,10 @@ def held_once():
         model = deep()
         model, optimizer = sherd.distribute(model, adamw(model), strategy="zero3", comm=c, bucket_bytes=LAYER)
         store, seen = store_of(model), []
+        kept = [bucket.values.whole for bucket in training_of(model).engine.buckets.every]
         for layer in model:
-            layer.register_forward_hook(lambda *_: seen.append([resident_bytes(p.memory) > 0 for p in store._pages]))
-            layer[0].weight.register_hook(lambda _: seen.append([resident_bytes(p.memory) > 0 for p in store._pages]))
+            layer.register_forward_hook(lambda *_: seen.append([resident_bytes(each) > 0 for each in kept]))
+            layer[0].weight.register_hook(lambda _: seen.append([resident_bytes(each) > 0 for each in kept]))
         for number in range(3):
             model(inputs(number, 4, WIDTH)).square().mean().backward()
             optimizer.step()

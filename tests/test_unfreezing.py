@@ -163,13 +163,13 @@ def memory_and_bytes():
         for strategy in STRATEGIES:
             model, optimizer = distributed(c, strategy, frozen)
             engine = training_of(model).engine
-            small = sum(engine.gradients.bytes().values()), engine.layout.padded_numel
+            small = sum(engine.gradient_bytes().values()), engine.layout.padded_numel
             model.requires_grad_(True)
             loss_of(model, batch(c.rank, dtype=torch.float64)).backward()
             optimizer.step()
-            assert sum(engine.gradients.bytes().values()) > small[0], strategy
+            assert sum(engine.gradient_bytes().values()) > small[0], strategy
             assert engine.layout.padded_numel > small[1], strategy
-            assert engine.trained.frozen == []
+            assert engine.buckets.frozen == ()
 
 
 def test_what_is_frozen_takes_no_room_for_gradients(ranks):

@@ -119,11 +119,13 @@ def waiting():
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers)))
         _, optimizer = sherd.distribute(model, sgd(model), strategy="zero2", comm=c, bucket_bytes=16_384)
-        gradient = training_of(model).engine.gradients
+        members = training_of(model).engine.buckets.parameters
         whole = sum(parameter.nbytes for parameter in model.parameters())
 
         def look(_):
-            peaks[-1] = max(peaks[-1], sum(held.nbytes for held in gradient._held.values()) / whole)
+            peaks[-1] = max(
+                peaks[-1], sum(each.contribution.nbytes for each in members if each.contribution is not None) / whole
+            )
 
         for parameter in model.parameters():
             parameter.register_hook(look)

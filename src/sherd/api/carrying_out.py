@@ -17,9 +17,9 @@ from sherd.api.recording import record
 from sherd.api.schedulers import guard_schedulers
 from sherd.api.together import together
 from sherd.api.training import Training
-from sherd.api.updaters import updater_for
 from sherd.api.wrappers import refuse_wrappers
 from sherd.comm import Communicator
+from sherd.engine.assembly import assemble
 from sherd.engine.engine import Engine
 from sherd.engine.modules.sync_batch_norm import share_statistics
 
@@ -36,13 +36,12 @@ def carry_out(plan: Plan, comm: Communicator, undo: ExitStack) -> None:
 
 def _prepare(plan: Plan, comm: Communicator, undo: ExitStack) -> Engine:
     """Everything but the parameters' values."""
-    engine = Engine(comm, plan.inventory, plan.choices, plan.options, plan.optimizer, undo)
-    updater = None
     if plan.optimizer is not None:
         undo.callback(optimizers.as_it_is(plan.optimizer))
-        updater = updater_for(plan.optimizer, engine)
+    engine = assemble(comm, plan.inventory, plan.choices, plan.options, plan.optimizer, undo)
+    if plan.optimizer is not None:
         optimizers.adopt(plan.optimizer)
-    training = Training(engine, plan.strategy, updater)
+    training = Training(engine, plan.strategy, plan.choices)
     for thing in (*plan.models, plan.optimizer):
         if thing is not None:
             undo.callback(training.disown, thing)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from sherd.api.training import Training
-from sherd.engine.choices import AccumulateAt, Parameters
-from sherd.engine.engine import Engine
+from sherd.engine.choices import AccumulateAt
 
 
 def described(training: Training) -> str:
@@ -17,15 +16,15 @@ def described(training: Training) -> str:
         everybody, added = zip(*comm.all_gather_object((mine, coming)), strict=True)
     largest = max((bucket.numel for bucket in layout.buckets), default=0)
     owned = sum(bucket.slice_numel for bucket in layout.buckets)
-    frozen = sum(engine.inventory.parameters[index].numel() for index in engine.trained.frozen)
-    sharded = engine.choices.parameters is not Parameters.REPLICAS
-    shard = f"each rank owns and updates {owned:,} elements" if sharded else "none: each rank updates everything"
+    frozen = sum(member.entry.numel for bucket in engine.buckets.frozen for member in bucket.members)
+    sliced = engine.store.updates_slices
+    shard = f"each rank owns and updates {owned:,} elements" if sliced else "none: each rank updates everything"
     if engine.mesh.groups > 1:
         shard += f"; {engine.mesh.groups} groups of {engine.mesh.shard.world} ranks have a copy of the parameters each"
     lines = [
-        f"strategy   {training.strategy.name}: parameters {engine.choices.parameters.value}, "
-        f"gradients {engine.choices.gradients.value}, accumulated at the {engine.choices.accumulate_at.value}",
-        *_accumulation(engine),
+        f"strategy   {training.strategy.name}: parameters {training.choices.parameters.value}, "
+        f"gradients {training.choices.gradients.value}, accumulated at the {training.choices.accumulate_at.value}",
+        *_accumulation(training),
         f"ranks      {comm.world} over {comm.transport}",
         f"model      {layout.numel:,} trainable elements in {len(layout.entries)} parameters, "
         f"{layout.padded_numel:,} with padding; {frozen:,} frozen",
@@ -42,9 +41,9 @@ def described(training: Training) -> str:
     return "\n".join(lines)
 
 
-def _accumulation(engine: Engine) -> list[str]:
+def _accumulation(training: Training) -> list[str]:
     """Where backwards are added up, if a step has several: it decides bits, and strategies differ in it."""
-    backwards, where = engine.rounds.window.length, engine.choices.accumulate_at
+    backwards, where = training.engine.window.length, training.choices.accumulate_at
     if backwards == 1:
         return []
     how = "the rank, one exchange per step" if where is AccumulateAt.RANK else "the owner, an exchange per backward"

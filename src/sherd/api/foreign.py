@@ -10,7 +10,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sherd.api.membership import find_engine
 from sherd.api.training import find_training
-from sherd.engine.choices import Parameters
 from sherd.errors import ConfigError
 
 
@@ -28,9 +27,9 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
     if engine is None:
         return
     why = None
-    if engine.choices.parameters is not Parameters.REPLICAS:
+    if engine.store.updates_slices:
         why = "every rank would step all parameters, with state for all of them, where each is to step its own part"
-    elif engine.rounds.window.length > 1:
+    elif engine.window.length > 1:
         why = "it knows nothing of accumulate=, and would find no gradient where a window is not complete"
     if why is not None:
         kind = type(optimizer).__name__

@@ -20,10 +20,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     Collective. The same bits on every rank, and under every strategy with the same `accumulate_at`. NaN inside an
     accumulation window, where there is no gradient yet. `sherd.distribute(..., clip_norm=)` does it in every step.
     """
-    rounds = training_of(model).engine.rounds
+    engine = training_of(model).engine
     if not max_norm > 0:
         raise ConfigError(f"clip_grad_norm_ got max_norm={max_norm!r}; write a number above 0")
-    return torch.tensor(rounds.clip(float(max_norm)) if rounds.complete else float("nan"))
+    return torch.tensor(engine.clip(float(max_norm)) if engine.window.complete else float("nan"))
 
 
 def full_grad(parameter: Tensor) -> Tensor | None:
@@ -40,7 +40,7 @@ def weigh(model: nn.Module, weight: float) -> None:
     The gradient of a step is then the weighted mean over all ranks and all backwards, so that every token counts the
     same wherever it is. Call it before each backward, on every rank.
     """
-    training_of(model).engine.rounds.weigh(weight)
+    training_of(model).engine.weights.set(weight)
 
 
 @contextmanager
@@ -51,8 +51,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     at their owners (the default of zero2 and zero3) every backward is exchanged all the same: there is no room for a
     local gradient. The gradient is the same but for its rounding; write the same `accumulate_at` for the same bits.
     """
-    with training_of(model).engine.rounds.hold():
+    window = training_of(model).engine.window
+    before, window.holding = window.holding, True
+    try:
         yield
+    finally:
+        window.holding = before
 
 
 @contextmanager
@@ -63,8 +67,8 @@ def full_parameters(model: nn.Module) -> Iterator[None]:
     distributed model will do, and copies less.
     """
     engine = engine_of(model)
-    engine.refuse_torn("full_parameters")
-    with engine.editing.editing(model, compare=True):
+    engine.torn.refuse("full_parameters")
+    with engine.unchanged.editing(model, compare=True):
         yield
 
 

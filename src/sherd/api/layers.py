@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sherd import observe
 from sherd.api.training import Training
+from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.layout.placement import BLOCK
 from sherd.layout.slicing import Segment
 
@@ -75,12 +76,12 @@ class LayerMeter:
     def __init__(self, training: Training) -> None:
         self._training = training
         self._watch = LayerWatch()
-        self._values: dict[tuple[int, int], Tensor] = {}
+        self._values: dict[tuple[TrackedParameter, int], Tensor] = {}
 
     def before(self) -> None:
         """A `step()` begins: keep the values, if it is a real one."""
-        if self._training.engine.rounds.window.last:
-            self._values = {_key(segment): value.clone() for segment, value in self._own()}
+        if self._training.engine.window.last:
+            self._values = {(m, segment.region.start): value.clone() for m, segment, value in self._own()}
 
     def after(self, step: int, rates: list[float | None], skipped: bool) -> dict[str, dict[str, float]]:
         """A real step is over: this rank's shares by layer. Warns where something is wrong."""
@@ -94,36 +95,36 @@ class LayerMeter:
         return {name: layer.shares() for name, layer in layers.items()}
 
     def _measure(self) -> dict[str, Layer]:
-        squares = self._training.engine.rounds.measured.own_squares()
-        names = self._training.engine.trained.names
+        engine = self._training.engine
+        squares = dict(zip(engine.buckets.buckets, engine.gradient.own_squares(engine.buckets), strict=True))
         layers: dict[str, Layer] = {}
-        first: dict[str, int] = {}
-        for entry, name in enumerate(names):
-            first.setdefault(_layer_of(name), entry)
-        for segment, value in self._own():
-            name = _layer_of(names[segment.entry])
+        first: dict[str, TrackedParameter] = {}
+        for member in engine.buckets.parameters:
+            first.setdefault(_layer_of(member.name), member)
+        for member, segment, value in self._own():
+            name = _layer_of(member.name)
             layer = layers.setdefault(name, Layer())
             block = segment.offset // BLOCK
-            before = self._values.get(_key(segment))
+            before = self._values.get((member, segment.region.start))
             layer.numel += segment.numel
-            layer.norm_squared += float(squares[segment.bucket][block : block + segment.blocks].sum())
+            layer.norm_squared += float(squares[member.bucket][block : block + segment.blocks].sum())
             layer.value_squared += _squared(value)
             layer.update_squared += 0.0 if before is None else _squared(value.double() - before.double())
-            layer.leads |= segment.entry == first[name] and segment.region.start == 0
+            layer.leads |= member is first[name] and segment.region.start == 0
         return layers
 
-    def _own(self) -> Iterator[tuple[Segment, Tensor]]:
+    def _own(self) -> Iterator[tuple[TrackedParameter, Segment, Tensor]]:
         """What this rank owns of the parameters, segment by segment."""
         engine = self._training.engine
-        slices = engine.store.slices
-        for segment in engine.layout.segments(engine.comm.rank):
-            if slices:
-                yield segment, slices[segment.bucket][segment.offset : segment.offset + segment.numel]
-            else:  # it has all of them, and tells of a part
-                whole = engine.layout.entries[segment.entry].flattened(
-                    engine.trained.parameters[segment.entry].detach()
+        for bucket in engine.buckets.buckets:
+            for member, segment in bucket.segments(engine.comm.rank):
+                # Where it updates all of them, it tells of a part.
+                flat, start = (
+                    (bucket.values.owned, segment.offset)
+                    if engine.store.updates_slices
+                    else (member.flattened, segment.region.start)
                 )
-                yield segment, whole[segment.region.start : segment.region.start + segment.numel]
+                yield member, segment, flat[start : start + segment.numel]
 
 
 @dataclass
@@ -184,10 +185,6 @@ def _wrong(past: _Past, gradient: float, ratio: float, median: float, moving: bo
 
 def _layer_of(parameter: str) -> str:
     return parameter.rpartition(".")[0] or ROOT
-
-
-def _key(segment: Segment) -> tuple[int, int]:
-    return segment.entry, segment.region.start
 
 
 def _squared(values: Tensor) -> float:

@@ -80,7 +80,7 @@ def _wrap_loading() -> None:
             )
         with ExitStack() as edits:
             for engine in engines:
-                edits.enter_context(engine.editing.editing(self, compare=False))
+                edits.enter_context(engine.unchanged.editing(self, compare=False))
             found = original(self, state_dict, strict, assign)
         if engines:
             missing = set(found.missing_keys)
@@ -102,7 +102,7 @@ def _wrap_saving() -> None:
         whole = not args and "destination" not in options  # else it is a part of another call
         engines = _engines_of(self) if whole else []
         for engine in engines:
-            engine.refuse_torn("model.state_dict()")
+            engine.torn.refuse("model.state_dict()")
         state = original(self, *args, **options)
         for engine in engines:
             if not engine.store.whole:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +11,13 @@ from torch.optim import Optimizer
 
 from sherd import data
 from sherd.api.arguments import sort_out
-from sherd.api.updaters import check_optimizer, check_parameters
+from sherd.api.training import refuse_strangers
 from sherd.comm import Communicator
 from sherd.config import LoaderOptions, StepOptions
-from sherd.engine.choices import AccumulateAt, Choices, Gradients
+from sherd.engine.assembly import check_optimizer, settled
+from sherd.engine.buckets.inventory import Inventory
+from sherd.engine.choices import Choices
 from sherd.engine.consistency.settings import compare_optimizers
-from sherd.engine.parameters.inventory import Inventory
 from sherd.errors import ConfigError, Diverged
 from sherd.strategies import Strategy
 
@@ -50,10 +50,10 @@ class Plan:
             )
         inventory = Inventory.of(models[0] if len(models) == 1 else nn.ModuleList(models), dry=comm.dry)
         for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
-            check_parameters(group["params"], inventory.parameters, f"the optimizer's group {index}")
-        choices = _choices(strategy.choose(comm, inventory.device), options)
+            refuse_strangers(group["params"], inventory.parameters, f"the optimizer's group {index}")
+        choices = settled(strategy.choose(comm, inventory.device), options)
         if optimizer is not None:
-            check_optimizer(optimizer, choices, strategy)
+            check_optimizer(optimizer, choices, strategy.name)
         others = loading.replace(global_batch=None)  # the first one is to train with; others keep their batch size
         shardings = [
             data.plan(loader, comm, others if index else loading, options.accumulate)
@@ -78,8 +78,7 @@ class Plan:
         _compare(comm, (str(self.strategy), str(self.options), str(self.loading), self.passed))
         self.inventory.compare(comm)
         if self.optimizer is not None:
-            found = zip(self.inventory.names, self.inventory.parameters, strict=True)
-            compare_optimizers(comm, self.optimizer, {id(parameter): name for name, parameter in found})
+            compare_optimizers(comm, self.optimizer, self.inventory.members)
         data.compare(comm, self.shardings)
 
 
@@ -93,13 +92,3 @@ def _compare(comm: Communicator, mine: tuple[str, ...]) -> None:
                 f"call sherd.distribute with the same options on every rank",
                 ranks=(0, rank),
             )
-
-
-def _choices(choices: Choices, options: StepOptions) -> Choices:
-    """What the strategy chose, with what the user said about accumulation."""
-    if options.accumulate_at is not None:
-        choices = dataclasses.replace(choices, accumulate_at=AccumulateAt(options.accumulate_at))
-    if choices.accumulate_at is AccumulateAt.RANK and choices.gradients is Gradients.SLICES:
-        # A rank that adds up its own gradient needs room for all of it.
-        choices = dataclasses.replace(choices, gradients=Gradients.WHOLE)
-    return choices

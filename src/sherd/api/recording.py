@@ -55,10 +55,10 @@ def record(plan: Plan, comm: Communicator) -> None:
 
 def _beginning(plan: Plan, comm: Communicator) -> dict[str, Any]:
     training = training_of(plan.models[0])
-    layout, trained = training.engine.layout, training.engine.trained
+    layout = training.engine.layout
     batch = plan.shardings[0].batch if plan.shardings else None
     accumulate = plan.options.accumulate
-    frozen = sum(trained.inventory.parameters[index].numel() for index in trained.frozen)
+    frozen = sum(member.entry.numel for bucket in training.engine.buckets.frozen for member in bucket.members)
     return {
         "world": comm.world,
         "strategy": plan.strategy.name,
@@ -135,7 +135,7 @@ class StepRecorder:
             "resident": self._resident.read(),
             "skipped": skipped,
             "lr": [_number(group.get("lr")) for group in self._optimizer.param_groups],
-            "norm_squared": self._training.engine.rounds.measured.own_squared(),
+            "norm_squared": self._training.engine.gradient.own_squared(self._training.engine.buckets),
         }
         self._sent = sent
         if self._layers is not None:
@@ -170,12 +170,12 @@ class _Memory:
 
     def read(self) -> dict[str, int]:
         training, engine = self._training, self._training.engine
-        known, now = (len(engine.trained.indices), training.state_entries()), time.monotonic()
+        known, now = (len(engine.buckets.parameters), training.state_entries()), time.monotonic()
         if known != self._known or now >= self._due:
             self._known, self._due = known, now + RECOUNT_SECONDS
             self._kinds = training.memory()
         else:
-            self._kinds = {**self._kinds, **engine.gradients.bytes()}
+            self._kinds = {**self._kinds, **engine.gradient_bytes()}
             self._kinds["buckets"] += engine.store.gathered_bytes()
         return self._kinds
 

@@ -28,7 +28,7 @@ def _guarded(step: Any) -> Any:
     def guarded(self: LRScheduler, *args: Any, **options: Any) -> Any:
         # A scheduler takes its first step when it is built, which is none of ours.
         training = None if getattr(self, "_is_initial", False) else find_training(self.optimizer)
-        if training is not None and training.engine.rounds.window.open:
+        if training is not None and training.engine.window.open:
             return None
         return step(self, *args, **options)
 

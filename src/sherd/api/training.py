@@ -12,12 +12,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from sherd.api.updaters import WholeUpdater, check_parameters
 from sherd.comm import labelled
+from sherd.engine.choices import Choices
 from sherd.engine.engine import Engine
 from sherd.engine.gradients.loss import loss_of_all
 from sherd.engine.optimizer.forecast import Forecast
 from sherd.engine.optimizer.shard import OptimizerShard
+from sherd.engine.optimizer.whole import WholeOptimizer
 from sherd.errors import ConfigError, SherdError
 from sherd.strategies import Strategy
 
@@ -35,10 +36,10 @@ class Recorder(Protocol):
 class Training:
     """Ties a model and its optimizer to the engine. It lives as long as either of them."""
 
-    def __init__(self, engine: Engine, strategy: Strategy, updater: WholeUpdater | OptimizerShard | None) -> None:
+    def __init__(self, engine: Engine, strategy: Strategy, choices: Choices) -> None:
         self.engine = engine
         self.strategy = strategy
-        self._updater = updater
+        self.choices = choices
         self.recorder: Recorder | None = None
         """Who tells of every step, while events are on."""
 
@@ -65,7 +66,7 @@ class Training:
 
     def _step(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         engine, updater = self.engine, self.updater
-        if closure is not None and isinstance(updater, WholeUpdater) and updater.takes_closure:
+        if closure is not None and isinstance(updater, WholeOptimizer) and updater.takes_closure:
             return self._step_by_closure(optimizer, closure, updater)
         loss = None
         if closure is not None:
@@ -78,16 +79,16 @@ class Training:
     def _update(self, optimizer: Optimizer) -> None:
         # Inside the hooks of the step: before it they may edit parameters, and after it they see those of all ranks.
         if optimizer._optimizer_step_pre_hooks:
-            self.engine.rounds.settle()  # or gradients
-        with self.engine.updating() as update:
-            self.updater.step(update.used)
+            self.engine.settle()  # or gradients
+        with self.engine.updating():
+            self.updater.step()
 
-    def _step_by_closure(self, optimizer: Optimizer, closure: Closure, updater: WholeUpdater) -> Any:
+    def _step_by_closure(self, optimizer: Optimizer, closure: Closure, updater: WholeOptimizer) -> Any:
         """A step that evaluates the loss as often as it likes, each time with the loss and gradient of all ranks."""
         engine, name = self.engine, type(optimizer).__name__
-        if engine.rounds.window.length > 1:
+        if engine.window.length > 1:
             raise ConfigError(f"{name} evaluates the loss several times per step; use accumulate=1")
-        weights = engine.rounds.weights
+        weights = engine.weights
         weight = weights.pending  # said before the step: it holds for every evaluation
 
         def search() -> Any:
@@ -110,23 +111,23 @@ class Training:
                     update.begun = True
                     return loss
 
-                return updater.step((), evaluate)
+                return updater.step(evaluate)
 
         return _hooked(optimizer, search)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """What `optimizer.zero_grad()` does."""
-        self.engine.rounds.forget(keep_zeros=not set_to_none)
+        self.engine.forget(keep_zeros=not set_to_none)
 
     def optimizer_state(self) -> dict[str, Any]:
         """What `optimizer.state_dict()` gives."""
-        self.engine.refuse_torn("optimizer.state_dict()")
+        self.engine.torn.refuse("optimizer.state_dict()")
         with self._together("optimizer.state_dict()"):
             return self.updater.state_dict(self.engine.comm)
 
     def whole_state(self) -> dict[Any, Any]:
         """What a copy of the optimizer keeps as its `state`."""
-        self.engine.refuse_torn("a copy of the optimizer")
+        self.engine.torn.refuse("a copy of the optimizer")
         with self._together("a copy or a pickle of the optimizer"):
             return self.updater.whole_state(self.engine.comm)
 
@@ -135,7 +136,7 @@ class Training:
         """Inside, ranks gather what each of them has a part of. One that does so alone must not wait for the rest."""
         note = f"Under {self.strategy.name} {what} is collective: call it on every rank, and save it on one"
         with labelled(f"{what} after step {self.engine.steps}", note):
-            if isinstance(self._updater, OptimizerShard):
+            if isinstance(self.engine.updater, OptimizerShard):
                 with self.engine.comm.counters.agreeing():
                     # Or a rank alone might find the others where they gather something of the same form.
                     self.engine.comm.agree(f"barrier({what})").wait()
@@ -148,38 +149,49 @@ class Training:
 
     def check_group(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse a new group with parameters of something else."""
-        inventory = self.engine.inventory
-        check_parameters(parameters, inventory.parameters, "the new parameter group")
+        refuse_strangers(parameters, self.engine.inventory.parameters, "the new parameter group")
 
     @property
-    def updater(self) -> WholeUpdater | OptimizerShard:
+    def updater(self) -> WholeOptimizer | OptimizerShard:
         """Who updates the parameters."""
-        if self._updater is None:
+        if self.engine.updater is None:
             raise ConfigError("this model was distributed without an optimizer; pass it: distribute(model, optimizer)")
-        return self._updater
+        return self.engine.updater
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank."""
-        return 0 if self._updater is None else self._updater.state_bytes()
+        return 0 if self.engine.updater is None else self.engine.updater.state_bytes()
 
     def coming_state_bytes(self) -> int:
         """Bytes of optimizer state that the first step will add on this rank; 0 after it, or if nobody can tell."""
-        if self._updater is None or self.engine.steps:
+        if self.engine.updater is None or self.engine.steps:
             return 0
-        forecast = Forecast(*self._updater.users)
-        found = [forecast.bytes(group, tensors) for group, tensors in self._updater.coming()]
+        forecast = Forecast(*self.updater.users)
+        found = [forecast.bytes(group, tensors) for group, tensors in self.updater.coming()]
         return sum(each for each in found if each is not None)
 
     def state_entries(self) -> int:
         """How many tensors there is state for."""
-        return 0 if self._updater is None else self._updater.state_entries()
+        return 0 if self.engine.updater is None else self.engine.updater.state_entries()
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank allocated, by what they are."""
-        store, gradients = self.engine.store, self.engine.gradients
-        kinds = {"parameters": store.bytes(), **gradients.bytes(), "optimizer state": self.state_bytes()}
+        store = self.engine.store
+        kinds = {"parameters": store.bytes(), **self.engine.gradient_bytes(), "optimizer state": self.state_bytes()}
         kinds["buckets"] += store.gathered_bytes()
         return kinds
+
+
+def refuse_strangers(parameters: Sequence[nn.Parameter], known: Sequence[nn.Parameter], where: str) -> None:
+    """Refuse parameters that are not the distributed model's: ranks would never agree on them."""
+    ours = {id(parameter) for parameter in known}
+    for position, parameter in enumerate(parameters):
+        if id(parameter) not in ours:
+            raise ConfigError(
+                f"{where} has at position {position} a parameter of shape {tuple(parameter.shape)} that is not the "
+                f"distributed model's; build the optimizer from model.parameters(), or distribute all models that it "
+                f"trains together: sherd.distribute(encoder, decoder, optimizer)"
+            )
 
 
 def training_of(thing: nn.Module | Optimizer) -> Training:

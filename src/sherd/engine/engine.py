@@ -1,197 +1,353 @@
 """The engine: the way of a gradient, from autograd's hook to the next forward.
 
-    hook -> collector -> gradients (ring, communicator) -> sums -> optimizer shard -> parameter store
+    hook -> round -> bucket -> ring -> communicator -> sum -> optimizer -> parameter store
 
-`rounds` has the way to the sums, `stores` where parameters live; here they meet in a step. The engine never asks which
-strategy made its choices.
+`begin_round`, `arrive` and `end_round` are a backward; `prepare_step` and `updating` are a step. Everything that they
+need was put together by `assembly`; the engine never asks which strategy chose it.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sherd import observe
 from sherd.comm import Communicator, labelled
 from sherd.config import StepOptions
 from sherd.engine import backward
-from sherd.engine.choices import Choices, Parameters
-from sherd.engine.consistency.edits import EditGuard
+from sherd.engine.buckets.bucket import Bucket, Local
+from sherd.engine.buckets.bucket_list import BucketList
+from sherd.engine.buckets.exchange import Exchange
+from sherd.engine.buckets.inventory import Inventory
+from sherd.engine.buckets.ring import Reductions
+from sherd.engine.buckets.tracked import TrackedParameter
+from sherd.engine.consistency.agreement import agree, agree_on_edits, report, take_over
+from sherd.engine.consistency.settings import compare_optimizers, compare_unfrozen
 from sherd.engine.consistency.torn import Torn
-from sherd.engine.consistency.watch import Watch
-from sherd.engine.gradients.gradients import RingGradients
-from sherd.engine.gradients.rounds import Rounds
+from sherd.engine.consistency.unchanged import Unchanged
+from sherd.engine.gradients import round
+from sherd.engine.gradients.access import GradAccess
+from sherd.engine.gradients.gradient import Gradient, LossWeights, Window
+from sherd.engine.gradients.round import Round
 from sherd.engine.modules.buffers import BufferSync
-from sherd.engine.parameters.editing import Editing
-from sherd.engine.parameters.gathered.host_store import HostGatheredStore
-from sherd.engine.parameters.gathered.store import GatheredStore
-from sherd.engine.parameters.host_store import HostStore
-from sherd.engine.parameters.inventory import Inventory
+from sherd.engine.optimizer.shard import OptimizerShard
+from sherd.engine.optimizer.whole import WholeOptimizer
+from sherd.engine.parameters.isolation import bypass_torch_function
 from sherd.engine.parameters.mesh import Mesh
-from sherd.engine.parameters.restore import tensors_as_they_are
-from sherd.engine.parameters.stores import ParameterStore, PrivateStore, ReplicaStore
-from sherd.engine.parameters.trained import Trained
-from sherd.errors import Diverged, SherdError
+from sherd.engine.parameters.store import ParameterStore
+from sherd.errors import ConfigError, SherdError
 from sherd.layout.shard_layout import ShardLayout
 
 log = logging.getLogger("sherd")
 
-_STORES: dict[Parameters, type[ParameterStore]] = {
-    Parameters.REPLICAS: ReplicaStore,
-    Parameters.PRIVATE: PrivateStore,
-    Parameters.GATHERED: GatheredStore,
-    Parameters.GATHERED_BY_HOST: HostGatheredStore,
-    Parameters.HOST: HostStore,
-}
+
+class State(enum.Enum):
+    """What the engine is in the middle of."""
+
+    READY = "ready"
+    UPDATING = "in an update"
+    BROKEN = "broken"
+    """an update failed in the middle, and nothing may use what it left behind (see `torn`)"""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine is made of, as its strategy chose."""
+
+    mesh: Mesh
+    buckets: BucketList
+    store: ParameterStore
+    exchange: Exchange
+    access: GradAccess
+    window: Window
+    adds_up_here: bool
+    """whether the gradients of several backwards are added up on the rank that made them"""
 
 
 @dataclass
 class Update:
     """One update of the parameters."""
 
-    used: list[bool]
-    """by entry: whether it has a gradient on any rank"""
     begun: bool = True
     """whether something may have been changed, beyond what can be seen of the parameters"""
 
 
 class Engine:
-    """Training of one model on one rank. It has the parameters from `take_over` on.
+    """Training of one model on one rank."""
 
-    `undo` gets what puts the model back as it was, for whoever does not come so far.
-    """
+    updater: WholeOptimizer | OptimizerShard | None = None
 
     def __init__(
         self,
         comm: Communicator,
         inventory: Inventory,
-        choices: Choices,
         options: StepOptions,
         optimizer: Optimizer | None,
-        undo: ExitStack,
+        parts: Parts,
     ) -> None:
         self.comm = comm
         self.inventory = inventory
-        self.choices = choices
+        self.mesh = parts.mesh
+        self.store = parts.store
+        self.exchange = parts.exchange
+        self.access = parts.access
+        self.window = parts.window
+        self.buckets = parts.buckets
+        self.weights = LossWeights(options.loss_reduction, options.accumulate)
+        self.gradient = Gradient(self.weights)
+        self.reductions = Reductions(comm, parts.exchange, inventory.device)
+        self.round = Round(comm.rank, self.reductions)
+        self.unchanged = Unchanged(comm, inventory, parts.store, checksums=options.check == "edits")
+        self.torn = Torn(inventory, comm.rank, optimizer is not None)
+        self.state = State.READY
+        self.steps = 0
+        """How many steps were taken."""
         self.skipped = 0
+        self.modules_communicate = False
+        """Whether modules exchange something of their own during a backward. Where ranks use different parameters,
+        buckets would be launched between different ones of these exchanges: they then wait for the end."""
         self._options = options
-        self.trained = Trained(inventory, comm.world, comm.tree.group, options.bucket_bytes)
-        self.mesh = Mesh.cut(comm, choices.shard_over)
-        undo.callback(self.mesh.close)
-        undo.callback(tensors_as_they_are((*inventory.parameters, *inventory.buffers)))
-        self.store = _STORES[choices.parameters](self.mesh, self.trained)
-        self._guard = EditGuard(comm, inventory, self.store, checksums=options.check == "edits")
-        self._torn = Torn(inventory, comm.rank, optimizer is not None)
-        watch = Watch(comm, inventory, self._guard, self._torn, optimizer)
-        self.rounds = Rounds(comm, self.trained, choices, options, watch, unfreeze=self._unfreeze)
-        undo.callback(backward.forget, self.rounds)
-        self.editing = Editing(inventory, self.store, self._guard)
-        self.on_growth: list[Callable[[], None]] = []
-        """Called when parameters were unfrozen, which are then behind the others in `trained`."""
+        self._optimizer = optimizer
+        self._adds_up_here = parts.adds_up_here
+        self._uniform = False  # whether every rank used every parameter in the last round
+        self._learned = False  # whether the launch order is that of rank 0's gradients
+        self._train(self.buckets.parameters)
 
     def take_over(self) -> None:
         """Move the parameters to where they are to live, with rank 0's values. Collective."""
         self.store.take_over()
         self.store.from_leader(self.inventory.buffers)
-        self._guard.accept()
-        self._buffers = BufferSync(self.comm, self.inventory, self._options.sync_buffers)
-        backward.listen(self.rounds)
+        self.unchanged.accept()
+        self.buffers = BufferSync(self.comm, self.inventory, self._options.sync_buffers)
+        backward.listen(self)
 
     @property
     def layout(self) -> ShardLayout:
         """The layout of the parameters that are trained."""
-        return self.trained.layout
+        return self.buckets.layout
+
+    # ---------------------------------------------------------------- a backward
+
+    def begin_round(self) -> None:
+        """An outermost backward begins, of this model or of another."""
+        if self.round.state is round.State.FAILED:
+            return  # other models of this process may go on
+        self.round.move(round.State.OPEN)
+        self._unfreeze_if_asked()
+        self.access.hide(self.buckets)  # autograd must find nothing to add to
+        if not self.window.open and not any(member.used or member.used_here for member in self.buckets.parameters):
+            self.gradient.restart(self.buckets)  # somebody dropped it all: model.zero_grad()
+
+    def arrive(self, member: TrackedParameter, gradient: Tensor) -> None:
+        """Take a gradient that autograd made."""
+        if self.round.state is not round.State.COLLECTING:
+            self._begin_collecting()
+        if gradient.dtype is not member.bucket.dtype or gradient.shape != member.entry.shape:
+            self.unchanged.check_kinds()
+        self.round.arrive(member, gradient)
+
+    def _begin_collecting(self) -> None:
+        """The first gradient of a round is here."""
+        self.round.refuse_failed()
+        if not backward.under_way():
+            raise SherdError(
+                f"rank {self.comm.rank}: this backward was not started by loss.backward() or torch.autograd.backward, "
+                f"so its end would go unnoticed; call one of these"
+            )
+        if self.state is State.BROKEN:
+            self.torn.refuse("this backward")
+        if not self.unchanged.compares:  # else ranks compare what was edited before the update
+            self.unchanged.check()
+        round.refuse_other_hooks(self.inventory.members, self.comm.rank)
+        self.gradient.add(self.buckets)
+        factor = self.weights.enter()
+        self.gradient.backwards += 1
+        self.window.backward()
+        at_once = self._reduces and (self._uniform or not self.modules_communicate)
+        self.round.collect(
+            self.buckets, factor, self.weights.op if at_once else None, f"a backward of step {self.steps}"
+        )
 
     @property
-    def gradients(self) -> RingGradients:
-        """Where gradients are kept."""
-        return self.rounds.gradients
+    def _reduces(self) -> bool:
+        """Whether contributions of this round are reduced in it."""
+        return not self._adds_up_here or (self.window.last and not self.window.holding)
 
-    @property
-    def steps(self) -> int:
-        """How many steps were taken."""
-        return self.rounds.number
+    def end_round(self) -> None:
+        """It is over; every gradient hook has been called."""
+        if self.round.state is round.State.COLLECTING:
+            if self._reduces:
+                self._flush()
+            if self.window.complete and not self.window.holding:
+                self.gradient.divide(self.buckets)
+        self.round.close()
+        self._show()
 
-    def accept_edits(self) -> bool:
-        """What was done to the parameters is an update of their optimizer's; whether anything was."""
-        touched = self._guard.touched()
-        self._guard.accept()
-        return touched
+    def abandon_round(self, error: BaseException) -> None:
+        """It failed."""
+        self.round.fail(error)
+        self._show()
+
+    def _flush(self) -> None:
+        """Reduce what was not reduced yet, and agree with the other ranks on what there is. Collective."""
+        try:
+            self.gradient.add(self.buckets)  # on a rank without a gradient in this round too
+            op = self.weights.op
+            with labelled(f"the end of a backward of step {self.steps}"):
+                self.round.flush(self.buckets, op)
+                if late := self._agree(self.round.late(self.buckets.buckets)):
+                    self.round.flush_late(late, op)
+                    self._agree()
+                if not self._learned:
+                    self._learn()
+        except BaseException as error:
+            self.round.fail(error)
+            raise
+
+    def _agree(self, late: Iterable[Bucket] = ()) -> list[Bucket]:
+        """Tell the other ranks how it went here, and take over how it went everywhere; gives what is late."""
+        # Where each has a copy of its own, a model that was distributed without its optimizer is edited by it in every
+        # step, and nothing has to be compared.
+        edited = bool(self.unchanged.edits) and (self._optimizer is not None or self.unchanged.compares)
+        mine = report(self.buckets, self.gradient, self.steps, self._optimizer, edited, late)
+        agreed = agree(self.comm, mine, self.buckets)
+        if not agreed.same_settings and self._optimizer is not None:
+            compare_optimizers(self.comm, self._optimizer, self.inventory.members, self.steps)
+        if agreed.edited:
+            with labelled(f"what was done to parameters before step {self.steps}"):
+                self.unchanged.compare(f"before step {self.steps}")
+        self._uniform = agreed.uniform
+        take_over(agreed, self.buckets, self.gradient, self.comm.world)
+        return [bucket for bucket, is_late in zip(self.buckets.buckets, agreed.late, strict=True) if is_late]
+
+    def _learn(self) -> None:
+        """Launch buckets from now on in the order in which rank 0 completed them."""
+        places = {bucket: place for place, bucket in enumerate(self.buckets.buckets)}
+        completed = [*self.round.completed]
+        order = [*completed, *(bucket for bucket in self.buckets.launch_order if bucket not in completed)]
+        with self.comm.counters.agreeing():
+            learned = self.comm.broadcast_object([places[bucket] for bucket in order])
+        self.buckets = self.buckets.launched_in(learned)
+        self._learned = True
+
+    def _show(self) -> None:
+        if self.window.complete:
+            self.access.show(self.buckets)
+
+    # ---------------------------------------------------------------- the gradient between backward and step
+
+    def settle(self) -> None:
+        """Make the gradient whole: nothing is local any more, nothing under way, and weights are divided out."""
+        self.round.refuse_failed()
+        self.access.collect(self.buckets)
+        if not self.gradient.backwards:
+            # Nothing else would tell the other ranks, and one that has skipped a backward would go on by itself.
+            with labelled(f"step {self.steps} without a backward"):
+                self._agree()
+        edited = [bucket for bucket in self.buckets.buckets if bucket.edited]
+        if any(bucket.local is not Local.NONE for bucket in self.buckets.buckets):
+            self._flush()
+            self.round.close()
+        self._show()
+        if edited:
+            for bucket in edited:
+                bucket.measure()
+            with labelled(f"what was done to p.grad before step {self.steps}"):
+                self.gradient.finite = agree_on_edits(
+                    self.comm, self.buckets, self.access.seen, self.access.assigned, self.steps
+                )
+            self.access.seen, self.access.assigned = 0, []
+        if self.weights.pointless:
+            raise ConfigError("every weight of this step was 0, so its gradient has no mean; skip the step")
+        self.gradient.divide(self.buckets)
+
+    def clip(self, max_norm: float) -> float:
+        """Scale the gradient so that its 2-norm is at most `max_norm`; the norm it had. Collective."""
+        self.settle()
+        with labelled(f"the gradient norm of step {self.steps}"):
+            return self.gradient.clip(self.buckets, max_norm, self.comm, self.access.suspects(self.buckets))
+
+    def forget(self, keep_zeros: bool = False) -> None:
+        """Drop the gradient, as `zero_grad()` does after a real step; nothing is dropped inside a window.
+
+        With `keep_zeros` it becomes zero instead, so that parameters without a new one are updated all the same.
+        """
+        if self.window.open:
+            return
+        self.weights.forget()
+        if keep_zeros and any(member.used or member.used_here for member in self.buckets.parameters):
+            self.settle()
+            for bucket in self.buckets.buckets:
+                if bucket.summed:
+                    bucket.sum.zero_()  # zero times NaN is NaN
+        else:
+            for bucket in self.buckets.buckets:
+                bucket.forget()
+            self.access.forget(self.buckets)
+        self.gradient.restart(self.buckets)  # after settle(), which measures what was done to p.grad
+        self.gradient.finite = True
+
+    def restart(self) -> None:
+        """Begin anew, with no gradient and at the beginning of a window."""
+        self.state = State.READY
+        self.window.restart()
+        self.forget()
+
+    # ---------------------------------------------------------------- a step
 
     def prepare_step(self) -> bool:
         """Whether this `step()` is a real one and its gradient is fit for it. Collective if it is real."""
-        self.refuse_torn("step()")
-        if self.editing.under_way:
+        self.torn.refuse("step()")
+        if self.unchanged.lent:
             raise SherdError(f"rank {self.comm.rank}: step() inside full_parameters; leave it first")
-        if not self.rounds.window.advance():
+        if not self.window.advance():
             return False
-        self._guard.check_kinds()  # first: gradients would have to fit too
-        self.rounds.settle()
-        self._buffers.sync(self.steps)
-        if not self.rounds.finite and self._options.nonfinite != "allow":
-            self._refuse_step()
+        self.unchanged.check_kinds()  # first: gradients would have to fit too
+        self.settle()
+        self.buffers.sync(self.steps)
+        if not self.gradient.finite and self._options.nonfinite != "allow":
+            self._skip()
             return False
         if self._options.clip_norm is not None:
-            self.rounds.clip(self._options.clip_norm)
+            self.clip(self._options.clip_norm)
         return True
 
     @contextmanager
     def updating(self) -> Iterator[Update]:
         """Parameters may be updated by their owners inside."""
-        self._guard.check()
+        self.unchanged.check()
         with labelled(f"step {self.steps}"):
-            if self._guard.compares:  # which also waits until nobody reads what is about to be updated
-                self._guard.compare_if_any(f"before the update of step {self.steps}")
-            self.store.acquire()
-            update = Update(self.rounds.access.used)
+            if self.unchanged.compares:  # which also waits until nobody reads what is about to be updated
+                self.unchanged.compare_if_any(f"before the update of step {self.steps}")
+            self.store.acquire(self.buckets.buckets)
+            self.state, update = State.UPDATING, Update()
             try:
                 yield update
-                self.store.publish()
+                self.store.publish(self.buckets.buckets)
+                self.state = State.READY
             except BaseException as error:
-                if update.begun or self._guard.touched():
-                    self._torn.tear(self.steps, error)
+                self.store.abandon()
+                self.state = State.READY
+                if update.begun or self.unchanged.touched():
+                    self.state = State.BROKEN
+                    self.torn.tear(self.steps, error)
                 raise
-        self._guard.accept()
-        self.rounds.number += 1
+        self.unchanged.accept()
+        self.steps += 1
 
-    def refuse_torn(self, what: str) -> None:
-        """Raise if `what` would use what an update has left half done."""
-        self._torn.refuse(what)
+    def accept_edits(self) -> bool:
+        """What was done to the parameters is an update of their optimizer's; whether anything was."""
+        touched = self.unchanged.touched()
+        self.unchanged.accept()
+        return touched
 
-    def loaded(self, parameters: Iterable[nn.Parameter]) -> None:
-        """These parameters were loaded on all ranks."""
-        if self._torn.loaded(parameters):
-            self.rounds.restart()
-
-    def loaded_optimizer(self) -> None:
-        """The optimizer's state was loaded."""
-        if self._torn.loaded_optimizer():
-            self.rounds.restart()
-
-    def _unfreeze(self, indices: list[int]) -> None:
-        """Train parameters that were frozen until now. Collective."""
-        names = [self.inventory.names[index] for index in indices]
-        with labelled(f"unfreezing {', '.join(names)} before step {self.steps}"):
-            everybody, rank = self.comm.compare_object(names)
-        if rank:
-            only = sorted(set(everybody[rank]) ^ set(everybody[0]))
-            raise Diverged(
-                f"before step {self.steps} rank 0 and rank {rank} unfroze different parameters: {only} on one of them "
-                f"only; set requires_grad alike on every rank",
-                ranks=(0, rank),
-            )
-        self.trained.grow(indices)
-        self.store.grow(indices)
-        self.rounds.grow()
-        for follow in self.on_growth:
-            follow()
-
-    def _refuse_step(self) -> None:
+    def _skip(self) -> None:
         self.skipped += 1
         text = (
             f"step {self.steps}: the gradient is not finite on some rank, so no rank takes the step "
@@ -202,3 +358,44 @@ class Engine:
             raise SherdError(f'rank {self.comm.rank}: {text}; nonfinite="skip" would go on, "allow" would apply it')
         if self.comm.rank == 0:
             log.warning("%s", text)
+
+    # ---------------------------------------------------------------- what changes between steps
+
+    def loaded(self, parameters: Iterable[nn.Parameter]) -> None:
+        """These parameters were loaded on all ranks."""
+        if self.torn.loaded(parameters):
+            self.restart()
+
+    def loaded_optimizer(self) -> None:
+        """The optimizer's state was loaded."""
+        if self.torn.loaded_optimizer():
+            self.restart()
+
+    def _unfreeze_if_asked(self) -> None:
+        """Train parameters that were frozen until now. Collective if there are such."""
+        with bypass_torch_function():
+            found = {m for bucket in self.buckets.frozen for m in bucket.members if m.parameter.requires_grad}
+        if not found or self.comm.closed:  # this backward may be that of another model
+            return
+        members = [member for member in self.inventory.members if member in found]
+        compare_unfrozen(self.comm, members, self.steps)
+        self.buckets = self.buckets.unfrozen(members)
+        self._train(members)
+        self._learned = False
+        if isinstance(self.updater, OptimizerShard):
+            self.updater.follow(self.buckets)
+
+    def _train(self, members: Iterable[TrackedParameter]) -> None:
+        """Make room for the gradients of these parameters, and take them from autograd."""
+        members = list(members)
+        theirs = {member.bucket for member in members}
+        self.exchange.take([bucket for bucket in self.buckets.buckets if bucket in theirs])
+        self.reductions.fit(self.buckets.buckets)
+        self.access.follow(members)
+        for member in members:
+            round.hook(member, self.comm.rank, self.arrive)
+
+    def gradient_bytes(self) -> dict[str, int]:
+        """What this rank allocated for gradients, by kind."""
+        more = sum(bucket.more_bytes for bucket in self.buckets.buckets)
+        return {"gradients": self.exchange.nbytes + more, "buckets": self.reductions.ring.nbytes}

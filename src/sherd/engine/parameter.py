@@ -25,11 +25,11 @@ _NOBODY: Any = (lambda: None, 0)
 class GradientSource(Protocol):
     """Who knows the gradient of a parameter."""
 
-    def has_grad(self, entry: int) -> bool: ...
+    def has_grad(self, member: Any) -> bool: ...
 
-    def read_grad(self, entry: int) -> Tensor | None: ...
+    def read_grad(self, member: Any) -> Tensor | None: ...
 
-    def write_grad(self, entry: int, gradient: Tensor | None) -> None: ...
+    def write_grad(self, member: Any, gradient: Tensor | None) -> None: ...
 
 
 def raw_grad(parameter: Tensor) -> Tensor | None:
@@ -53,23 +53,23 @@ class ShardedParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The gradient over all ranks, gathered. Collective; `sherd.full_grad` is the same with a name."""
-        source, entry = self.__dict__.get("_sherd", _NOBODY)
+        source, member = self.__dict__.get("_sherd", _NOBODY)
         owner: GradientSource | None = source()
         if owner is None:
             return raw_grad(self)  # the model is gone, and this parameter lives on by itself
         caller = sys._getframe(1)
         if caller.f_code is _MODULE_ZERO_GRAD and caller.f_locals["set_to_none"]:
-            return _ANY if owner.has_grad(entry) else None  # it only asks whether there is one, then drops it
-        return owner.read_grad(entry)
+            return _ANY if owner.has_grad(member) else None  # it only asks whether there is one, then drops it
+        return owner.read_grad(member)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        source, entry = self.__dict__.get("_sherd", _NOBODY)
+        source, member = self.__dict__.get("_sherd", _NOBODY)
         owner = source()
         if owner is None:
             set_raw_grad(self, gradient)
         else:
-            owner.write_grad(entry, gradient)
+            owner.write_grad(member, gradient)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copy = memo.get(id(self))
@@ -102,11 +102,11 @@ def _rebuild(data: bytes, requires_grad: bool) -> nn.Parameter:
     return nn.Parameter(torch.load(io.BytesIO(data)), requires_grad)
 
 
-def adopt(parameter: nn.Parameter, source: GradientSource, entry: int) -> None:
+def adopt(parameter: nn.Parameter, source: GradientSource, member: Any) -> None:
     """Make `source` the one that knows the gradient of `parameter`."""
     if not isinstance(parameter, ShardedParameter):
         become(parameter, ShardedParameter)
-    parameter.__dict__["_sherd"] = (weakref.ref(source), entry)
+    parameter.__dict__["_sherd"] = (weakref.ref(source), member)
 
 
 def become(parameter: nn.Parameter, kind: type[ShardedParameter]) -> None:

@@ -7,45 +7,27 @@ loop early, and takes the next step of its schedule while the others are still i
 from __future__ import annotations
 
 import gc
-import zlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from sherd.comm import Communicator
+from sherd.comm import Communicator, labelled
+from sherd.engine.buckets.tracked import TrackedParameter
+from sherd.engine.consistency.agreement import Settings, settings_of
 from sherd.errors import Diverged
 
-Settings = list[dict[str, Any]]
 Schedules = list[tuple[str, int]]
 """The classes of an optimizer's schedulers, and how many steps each has taken."""
 
 _MEAN = "torch.distributed.all_reduce({}, op=torch.distributed.ReduceOp.AVG)"
 
 
-def settings_of(optimizer: Optimizer) -> Settings:
-    """Group by group, what can be compared: numbers and words, and how many parameters there are."""
-    return [
-        {name: _comparable(value) for name, value in group.items() if name not in ("params", "param_names")}
-        | {"parameters": len(group["params"])}
-        for group in optimizer.param_groups
-    ]
-
-
-def hash_of(settings: Settings) -> int:
-    """A number below 2**20 that tells settings apart, nearly always."""
-    return zlib.crc32(repr(settings).encode()) >> 12
-
-
 def compare_optimizers(
-    comm: Communicator, optimizer: Optimizer, names: Mapping[int, str], step: int | None = None
+    comm: Communicator, optimizer: Optimizer, members: Sequence[TrackedParameter], step: int | None = None
 ) -> None:
-    """Refuse optimizers that differ between the ranks, in a step or at the start. Collective.
-
-    `names` has the parameters' names by identity.
-    """
+    """Refuse optimizers that differ between the ranks, in a step or at the start. Collective."""
+    names = {id(member.parameter): member.name for member in members}
     groups = settings_of(optimizer)
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
         settings["parameters"] = [names.get(id(parameter), "?") for parameter in group["params"]]
@@ -108,13 +90,15 @@ def _cause(first: Schedules, other: Schedules, rank: int, what: str) -> str:
     )
 
 
-def _comparable(value: Any) -> Any:
-    """The value, if it means the same in another process; an object of some other kind counts as its type."""
-    if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 and value.device.type == "cpu" else "Tensor"
-    if isinstance(value, tuple | list):
-        return [_comparable(item) for item in value]
-    if value is None or isinstance(value, bool):
-        return value
-    # Of a subclass, such as an enum's or numpy's, what it is to those who know only the class above.
-    return next((kind(value) for kind in (int, float, str) if isinstance(value, kind)), type(value).__name__)
+def compare_unfrozen(comm: Communicator, members: Sequence[TrackedParameter], step: int) -> None:
+    """Refuse parameters that were unfrozen on some ranks only. Collective."""
+    names = [member.name for member in members]
+    with labelled(f"unfreezing {', '.join(names)} before step {step}"):
+        everybody, rank = comm.compare_object(names)
+    if rank:
+        only = sorted(set(everybody[rank]) ^ set(everybody[0]))
+        raise Diverged(
+            f"before step {step} rank 0 and rank {rank} unfroze different parameters: {only} on one of them only; set "
+            f"requires_grad alike on every rank",
+            ranks=(0, rank),
+        )

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from sherd.engine.parameters.inventory import Inventory
+from sherd.engine.buckets.inventory import Inventory
 from sherd.errors import SherdError
 
 

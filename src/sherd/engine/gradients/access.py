@@ -10,293 +10,259 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from sherd.comm import Communicator, labelled
-from sherd.engine.gradients.gradients import RingGradients
-from sherd.engine.gradients.whole_gradients import WholeGradients
+from sherd.engine.buckets.bucket import Bucket, Local
+from sherd.engine.buckets.bucket_list import BucketList
+from sherd.engine.buckets.checksum import checksum
+from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.parameter import adopt, raw_grad, set_raw_grad
-from sherd.engine.parameters.checksum import checksum
-from sherd.engine.parameters.trained import Trained
 from sherd.errors import SherdError
 
 _ALONE = "Under ZeRO p.grad is gathered from all ranks: read or set it on every rank"
 
 
 class GradAccess(ABC):
-    """`p.grad`. `used[e]` says whether entry e has a gradient on any rank; without one, `p.grad` is None."""
+    """`p.grad`. A member that is not `used` has none: `p.grad` is None."""
 
-    def __init__(self, gradients: RingGradients, trained: Trained) -> None:
-        self.used: list[bool] = []
+    def __init__(self) -> None:
         self.seen = 0
         """A hash, below 2**20, of gradients that were edited: ranks that did the same see the same."""
         self.assigned: list[str] = []
         """The parameters whose gradient was set to a tensor of the user's; for messages."""
-        self._gradients = gradients
-        self._parameters = trained.parameters
-        self._names = trained.names
-        self.grow()
 
-    def grow(self) -> None:
-        """Take the parameters that are trained since."""
-        self.used += [False] * (len(self._parameters) - len(self.used))
+    def follow(self, members: Iterable[TrackedParameter]) -> None:
+        """These parameters are trained from now on."""
+        return
 
     @abstractmethod
-    def hide(self) -> list[int]:
-        """A round begins: autograd must find no gradient to add to. Gives the buckets that changed, as `collect`."""
+    def hide(self, buckets: BucketList) -> None:
+        """A round begins: autograd must find no gradient to add to."""
 
     @abstractmethod
-    def show(self) -> None:
+    def show(self, buckets: BucketList) -> None:
         """The sums are complete and may be seen."""
 
     @abstractmethod
-    def collect(self) -> list[int]:
-        """Bring what was done to `p.grad` into the sums; the buckets that changed."""
+    def collect(self, buckets: BucketList) -> None:
+        """Bring what was done to `p.grad` into the sums; the buckets that changed are `edited` then."""
 
-    def suspects(self) -> list[int]:
+    def suspects(self, buckets: BucketList) -> set[Bucket]:
         """Buckets that may have been changed in a way that `collect` cannot see."""
-        return []
+        return set()
+
+    @abstractmethod
+    def forget(self, buckets: BucketList) -> None:
+        """There is no gradient any more."""
 
     def _see(self, gradient: Tensor) -> None:
         self.seen = zlib.crc32(f"{self.seen} {checksum(gradient)}".encode()) >> 12
 
-    @abstractmethod
-    def forget(self) -> None:
-        """There is no gradient any more."""
 
-    def _home(self, entry: int) -> int:
-        return self._gradients.layout.bucket_of(entry).index
-
-    def _refuse_local(self, bucket: int) -> None:
-        """Refuse to write a gradient where some have not been exchanged yet: they lie in the same memory."""
-        if self._gradients.local(bucket):
-            names = [self._names[member] for member in self._gradients.layout.buckets[bucket].members]
-            raise SherdError(
-                f"p.grad was set while gradients of backwards in sherd.no_sync were not exchanged yet (one of {names})"
-                f"; set it after the backward outside no_sync"
-            )
+def _refuse_local(bucket: Bucket) -> None:
+    """Refuse to write a gradient where some have not been exchanged yet: they lie in the same memory."""
+    if bucket.local is not Local.NONE:
+        names = [member.name for member in bucket.members]
+        raise SherdError(
+            f"p.grad was set while gradients of backwards in sherd.no_sync were not exchanged yet (one of {names})"
+            f"; set it after the backward outside no_sync"
+        )
 
 
 class NativeGrads(GradAccess):
     """`p.grad` is a view of the sum."""
 
-    _gradients: WholeGradients
-
-    def __init__(self, gradients: WholeGradients, trained: Trained) -> None:
-        super().__init__(gradients, trained)
+    def __init__(self) -> None:
+        super().__init__()
         self._shown = False
-        self._note()
+        self._versions: dict[Bucket, int] = {}
 
-    def grow(self) -> None:
-        super().grow()
-        self._note()
+    def follow(self, members: Iterable[TrackedParameter]) -> None:
+        self._versions.update({member.bucket: member.bucket.sum._version for member in members})
 
-    def hide(self) -> list[int]:
-        shown, changed = self._shown, self.collect()
+    def hide(self, buckets: BucketList) -> None:
+        before = [bucket.edited for bucket in buckets.buckets]
+        self.collect(buckets)
+        if not self._shown:
+            for bucket, edited in zip(buckets.buckets, before, strict=True):
+                bucket.edited = edited
         self._shown = False
-        for parameter in self._parameters:
-            set_raw_grad(parameter, None)
-        return changed if shown else []
+        for member in buckets.parameters:
+            set_raw_grad(member.parameter, None)
 
-    def show(self) -> None:
-        for entry, parameter in enumerate(self._parameters):
-            view = self._gradients.views[entry]
-            if self.used[entry] and parameter.dtype == view.dtype:  # or it was converted
-                set_raw_grad(parameter, view.detach())  # another one each time: who keeps it holds on to the memory
+    def show(self, buckets: BucketList) -> None:
+        for member in buckets.parameters:
+            view = member.local
+            assert view is not None, "every rank has room for the whole gradient"
+            if member.used and member.parameter.dtype == view.dtype:  # or it was converted
+                set_raw_grad(member.parameter, view.detach())  # another one each time: who keeps it holds the memory
         self._shown = True
-        self._note()
+        self._note(buckets)
 
-    def collect(self) -> list[int]:
-        rewritten: dict[int, dict[int, Tensor | None]] = {}  # by bucket, then entry: what `p.grad` was set to
-        for entry, parameter in enumerate(self._parameters):
-            gradient, view = raw_grad(parameter), self._gradients.views[entry]
+    def collect(self, buckets: BucketList) -> None:
+        rewritten: dict[Bucket, dict[TrackedParameter, Tensor | None]] = {}  # what `p.grad` was set to
+        for member in buckets.parameters:
+            gradient, view = raw_grad(member.parameter), member.local
+            assert view is not None, "every rank has room for the whole gradient"
             if gradient is None:
-                if self.used[entry] and self._shown:
-                    self.used[entry] = False
-                    rewritten.setdefault(self._home(entry), {})[entry] = None
+                if member.used and self._shown:
+                    member.used = False
+                    rewritten.setdefault(member.bucket, {})[member] = None
             elif gradient.dtype != view.dtype:
                 continue  # the parameter was converted, which will be refused
             elif gradient.layout is not torch.strided or not gradient.is_set_to(view):
-                self.used[entry] = True
-                self.assigned.append(self._names[entry])
-                rewritten.setdefault(self._home(entry), {})[entry] = gradient
-        versions = zip(self._now(), self._versions, strict=True)
-        changed = {bucket for bucket, (now, noted) in enumerate(versions) if now != noted}.union(rewritten)
+                member.used = True
+                self.assigned.append(member.name)
+                rewritten.setdefault(member.bucket, {})[member] = gradient
+        changed = [b for b in buckets.buckets if b in rewritten or b.sum._version != self._versions[b]]
         for bucket, gradients in rewritten.items():
             self._rewrite(bucket, gradients)
-        for bucket in sorted(changed):
-            if self._gradients.summed[bucket]:
-                self._see(self._gradients.sums[bucket])
-        self._note()
-        return sorted(changed)
+        for bucket in changed:
+            bucket.edited = True
+            if bucket.summed:
+                self._see(bucket.sum)
+        self._note(buckets)
 
-    def _rewrite(self, bucket: int, gradients: Mapping[int, Tensor | None]) -> None:
+    def _rewrite(self, bucket: Bucket, gradients: Mapping[TrackedParameter, Tensor | None]) -> None:
         """Put into a sum what `p.grad` was set to. Whoever keeps what it was before shall find it so."""
-        used = [member for member in self._gradients.layout.buckets[bucket].members if self.used[member]]
+        used = [member for member in bucket.members if member.used]
         if not used:
-            self._gradients.drop(bucket)  # model.zero_grad(): the next gradient is the first again
+            bucket.drop()  # model.zero_grad(): the next gradient is the first again
             return
         for member in used:
-            set_raw_grad(self._parameters[member], None)  # or our own would look as if somebody kept them
-        self._make_room(bucket)
-        for entry, gradient in gradients.items():
+            set_raw_grad(member.parameter, None)  # or our own would look as if somebody kept them
+        _refuse_local(bucket)
+        if bucket.summed:
+            bucket.separate()
+        else:
+            bucket.set(zero=True)
+        for member, gradient in gradients.items():
+            assert member.local is not None, "every rank has room for the whole gradient"
             if gradient is None:
-                self._gradients.views[entry].zero_()
+                member.local.zero_()
             else:
-                self._gradients.views[entry].copy_(gradient)
+                member.local.copy_(gradient)
         for member in used:
-            set_raw_grad(self._parameters[member], self._gradients.views[member].detach())
+            assert member.local is not None, "every rank has room for the whole gradient"
+            set_raw_grad(member.parameter, member.local.detach())
 
-    def suspects(self) -> list[int]:
+    def suspects(self, buckets: BucketList) -> set[Bucket]:
         # `p.grad.data.mul_(2)` writes into the sum and leaves no version to go by.
-        return [bucket for bucket, summed in enumerate(self._gradients.summed) if summed]
+        return {bucket for bucket in buckets.buckets if bucket.summed}
 
-    def forget(self) -> None:
-        for parameter in self._parameters:
-            set_raw_grad(parameter, None)
-        self.used = [False] * len(self.used)
+    def forget(self, buckets: BucketList) -> None:
+        for member in buckets.parameters:
+            set_raw_grad(member.parameter, None)
         self.seen, self.assigned = 0, []
-        self._note()
+        self._note(buckets)
 
-    def _make_room(self, bucket: int) -> None:
-        self._refuse_local(bucket)
-        if self._gradients.summed[bucket]:
-            self._gradients.separate(bucket)
-            return
-        self._gradients.begin(bucket)
-        self._gradients.sums[bucket].zero_()
-        self._gradients.summed[bucket] = True
-
-    def _now(self) -> list[int]:
-        return [sum._version for sum in self._gradients.sums]
-
-    def _note(self) -> None:
-        self._versions = self._now()
+    def _note(self, buckets: BucketList) -> None:
+        self._versions = {bucket: bucket.sum._version for bucket in buckets.buckets}
 
 
 class GatheredGrads(GradAccess):
     """`p.grad` is gathered from the owners of its slices when it is read."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        gradients: RingGradients,
-        trained: Trained,
-        ready: Callable[[], bool],
-    ) -> None:
-        super().__init__(gradients, trained)
+    def __init__(self, comm: Communicator, ready: Callable[[], bool]) -> None:
+        super().__init__()
         self._comm = comm
         self._ready = ready
-        self._gathered: dict[int, Tensor] = {}
-        self._set: dict[int, Tensor] = {}  # what `p.grad` was set to, not in the sums yet
-        self._discarded: set[int] = set()
+        self._gathered: dict[Bucket, Tensor] = {}
+        self._set: dict[TrackedParameter, Tensor] = {}  # what `p.grad` was set to, not in the sums yet
 
-    def grow(self) -> None:
-        for entry in range(len(self.used), len(self._parameters)):
-            adopt(self._parameters[entry], self, entry)
-        super().grow()
+    def follow(self, members: Iterable[TrackedParameter]) -> None:
+        for member in members:
+            adopt(member.parameter, self, member)
 
-    def hide(self) -> list[int]:
-        return self.collect()
+    def hide(self, buckets: BucketList) -> None:
+        self.collect(buckets)
 
-    def show(self) -> None:
+    def show(self, buckets: BucketList) -> None:
         pass  # they are gathered when they are read
 
-    def has_grad(self, entry: int) -> bool:
+    def has_grad(self, member: TrackedParameter) -> bool:
         """Whether `p.grad` would give something."""
-        return self._ready() and self.used[entry]
+        return self._ready() and member.used
 
-    def read_grad(self, entry: int) -> Tensor | None:
+    def read_grad(self, member: TrackedParameter) -> Tensor | None:
         """What `p.grad` gives."""
-        if not self.has_grad(entry):
+        if not self.has_grad(member):
             return None
-        if entry in self._set:
-            return self._set[entry]
-        with labelled(f"reading the gradient of {self._names[entry]!r}", _ALONE):
-            return self._view(self._gather(self._home(entry)), entry)
+        if member in self._set:
+            return self._set[member]
+        with labelled(f"reading the gradient of {member.name!r}", _ALONE):
+            return member.shaped_in(self._gather(member.bucket))
 
-    def write_grad(self, entry: int, gradient: Tensor | None) -> None:
+    def write_grad(self, member: TrackedParameter, gradient: Tensor | None) -> None:
         """What `p.grad = gradient` does: all ranks must do it."""
-        set_raw_grad(
-            self._parameters[entry], gradient
-        )  # which has torch's own words for a shape or dtype that is wrong
-        set_raw_grad(self._parameters[entry], None)
-        self._set.pop(entry, None)
+        set_raw_grad(member.parameter, gradient)  # which has torch's own words for a shape or dtype that is wrong
+        set_raw_grad(member.parameter, None)
+        self._set.pop(member, None)
         if not self._ready():
             if gradient is None:
                 return  # as zero_grad() does nothing inside a window
             raise SherdError(
-                f"p.grad of {self._names[entry]!r} was set inside an accumulation window; do it after its last backward"
+                f"p.grad of {member.name!r} was set inside an accumulation window; do it after its last backward"
             )
         if gradient is None:
-            self._discard(entry)
+            self._discard(member)
             return
-        self._refuse_local(self._home(entry))
-        with labelled(f"p.grad = ... of {self._names[entry]!r}", _ALONE):
-            self._gather(self._home(entry))
-        self._set[entry] = gradient
-        self.used[entry] = True
-        self.assigned.append(self._names[entry])
+        _refuse_local(member.bucket)
+        with labelled(f"p.grad = ... of {member.name!r}", _ALONE):
+            self._gather(member.bucket)
+        self._set[member] = gradient
+        member.used = True
+        self.assigned.append(member.name)
 
-    def collect(self) -> list[int]:
-        changed, self._discarded = self._discarded, set()
+    def collect(self, buckets: BucketList) -> None:
         for bucket, whole in self._gathered.items():  # p.grad.data.clamp_() leaves no version to go by
-            self._gradients.slices[bucket].copy_(whole.view(self._comm.world, -1)[self._comm.rank])
-            self._gradients.summed[bucket] = True
-            changed.add(bucket)
-            for entry in self._gradients.layout.buckets[bucket].members:
-                if entry in self._set:
-                    self._put(entry, self._set[entry])
-                elif not self.used[entry]:
-                    self._put(entry, None)  # dropped; who keeps what was gathered shall find it as it was
-                if self.used[entry]:
-                    self._see(self._set[entry] if entry in self._set else self._view(whole, entry))
+            bucket.slice.copy_(whole.view(self._comm.world, -1)[self._comm.rank])
+            bucket.set(zero=False)
+            bucket.edited = True
+            for member in bucket.members:
+                if member in self._set:
+                    self._put(member, self._set[member])
+                elif not member.used:
+                    self._put(member, None)  # dropped; who keeps what was gathered shall find it as it was
+                if member.used:
+                    self._see(self._set[member] if member in self._set else member.shaped_in(whole))
         self._gathered.clear()  # sums may be scaled or zeroed from here on
         self._set.clear()
-        return sorted(changed)
 
-    def forget(self) -> None:
+    def forget(self, buckets: BucketList) -> None:
         self._gathered.clear()
         self._set.clear()
-        self._discarded.clear()
-        self.used = [False] * len(self.used)
         self.seen, self.assigned = 0, []
 
-    def _gather(self, bucket: int) -> Tensor:
+    def _gather(self, bucket: Bucket) -> Tensor:
         if bucket not in self._gathered:
-            self._gradients.begin(bucket)
-            slice = self._gradients.slices[bucket]
-            if not self._gradients.summed[bucket]:
-                slice.zero_()
-            self._gathered[bucket] = self._comm.all_gather(slice).wait()
+            bucket.begin()
+            if not bucket.summed:
+                bucket.slice.zero_()
+            self._gathered[bucket] = self._comm.all_gather(bucket.slice).wait()
         return self._gathered[bucket]
 
-    def _view(self, whole: Tensor, entry: int) -> Tensor:
-        layout = self._gradients.layout
-        offset, described = layout.bucket_offset(entry), layout.entries[entry]
-        return described.shaped(whole[offset : offset + described.numel])
-
-    def _discard(self, entry: int) -> None:
-        if not self.used[entry]:
+    def _discard(self, member: TrackedParameter) -> None:
+        if not member.used:
             return
-        self.used[entry] = False
-        bucket = self._home(entry)
-        if not any(self.used[member] for member in self._gradients.layout.buckets[bucket].members):
-            self._gradients.drop(bucket)
+        member.used = False
+        bucket = member.bucket
+        if not any(other.used for other in bucket.members):
+            bucket.drop()
             self._gathered.pop(bucket, None)
         else:
-            self._gradients.separate(bucket)
-            self._put(entry, None)
-        self._discarded.add(bucket)
+            bucket.separate()
+            self._put(member, None)
+        bucket.edited = True
 
-    def _put(self, entry: int, gradient: Tensor | None) -> None:
+    def _put(self, member: TrackedParameter, gradient: Tensor | None) -> None:
         """Write this rank's part of a gradient, or zeros, into its slice."""
-        layout, slice = self._gradients.layout, self._gradients.slices[self._home(entry)]
-        flat = None if gradient is None else layout.entries[entry].flattened(gradient.detach().to_dense())
-        for segment in layout.segments_of(entry):
+        flat = None if gradient is None else member.entry.flattened(gradient.detach().to_dense())
+        for segment in member.segments():
             if segment.owner == self._comm.rank:
-                own = slice[segment.offset : segment.offset + segment.numel]
+                own = member.bucket.slice[segment.offset : segment.offset + segment.numel]
                 own.copy_(own.new_zeros(()) if flat is None else flat[segment.region.start :][: segment.numel])

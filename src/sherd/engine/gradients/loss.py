@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from sherd.comm import Communicator
-from sherd.engine.gradients.window import Weights
+from sherd.engine.gradients.gradient import LossWeights
 from sherd.errors import ConfigError
 
 
-def loss_of_all(comm: Communicator, weights: Weights, loss: Any, optimizer: str) -> Any:
+def loss_of_all(comm: Communicator, weights: LossWeights, loss: Any, optimizer: str) -> Any:
     """What the ranks' losses are together, on every rank, in the type that this rank's has. Collective."""
     if not isinstance(loss, numbers.Real) and not (isinstance(loss, Tensor) and loss.numel() == 1):
         found = "None" if loss is None else f"a {type(loss).__name__}"

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from sherd.comm import Communicator, labelled
-from sherd.engine.parameters.inventory import Inventory
-from sherd.engine.parameters.stores import unexpand
+from sherd.engine.buckets.inventory import Inventory
+from sherd.engine.parameters.store import unexpand
 from sherd.errors import Diverged
 from sherd.layout.entry import dtype_name
 
-Form = tuple[str, tuple[int, ...]] | None
+BufferSpec = tuple[str, tuple[int, ...]] | None
 """A buffer's dtype and shape; None where nothing is registered."""
 SAME, CHANGED, REFORMED = range(3)
 
 
-class Place:
+class BufferSlot:
     """Where a buffer is registered, and what was there when ranks were last made equal.
 
     A module may put another tensor there, so it is looked up each time.
@@ -45,7 +45,7 @@ class Place:
         return self._registry.get(self._key)
 
     @property
-    def form(self) -> Form:
+    def form(self) -> BufferSpec:
         tensor = self.tensor
         return None if tensor is None else (dtype_name(tensor), tuple(tensor.shape))
 
@@ -79,10 +79,10 @@ class BufferSync:
         self._comm = comm
         self._device = inventory.device
         self._mean = how == "mean"
-        self._places: list[Place] = []
+        self._places: list[BufferSlot] = []
         if how != "none":
             self._places = [
-                Place(module, key, f"{prefix}.{key}" if prefix else key)
+                BufferSlot(module, key, f"{prefix}.{key}" if prefix else key)
                 for prefix, module in inventory.model.named_modules()
                 for key in module._buffers
             ]
@@ -97,7 +97,7 @@ class BufferSync:
         for place in changed:
             place.accept()
 
-    def _changed_anywhere(self) -> list[Place]:
+    def _changed_anywhere(self) -> list[BufferSlot]:
         """Agree with the other ranks on what changed; a branch of the model may have been skipped on some."""
         mine, seen = [], set()
         for place in self._places:
@@ -111,7 +111,7 @@ class BufferSync:
                 self._compare([p for p, state in zip(self._places, states, strict=True) if state == REFORMED])
         return [place for place, state in zip(self._places, states, strict=True) if state != SAME]
 
-    def _compare(self, places: Sequence[Place]) -> None:
+    def _compare(self, places: Sequence[BufferSlot]) -> None:
         """Refuse buffers whose new dtypes or shapes differ between ranks."""
         everybody, rank = self._comm.compare_object([place.form for place in places])
         for place, first, other in zip(places, everybody[0], everybody[rank], strict=True):
@@ -153,5 +153,5 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _words(form: Form) -> str:
+def _words(form: BufferSpec) -> str:
     return "none" if form is None else f"{form[0]}{list(form[1])}"

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from sherd.comm import Communicator, labelled
 from sherd.data import share
-from sherd.engine.gradients.rounds import Rounds
+from sherd.engine.gradients.gradient import LossWeights
 from sherd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def share_statistics(model: nn.Module, engine: Engine, undo: ExitStack) -> None:
             undo.callback(_engines.pop, module, None)
             module.__class__ = SyncedBatchNorm
             _engines[module] = weakref.ref(engine), name
-            engine.rounds.careful = True
+            engine.modules_communicate = True
 
 
 class SyncedBatchNorm(nn.SyncBatchNorm):
@@ -107,7 +107,7 @@ class Ranks:
 
     name: str
     comm: Communicator
-    rounds: Rounds
+    weights: LossWeights
 
     def __str__(self) -> str:
         return f"rank {self.comm.rank}: batch norm of {self.name!r}"
@@ -132,7 +132,7 @@ class Ranks:
 
     def total(self, sums: Tensor) -> Tensor:
         """Add up what ranks found in their gradients, as much of each as its backward counts. Collective."""
-        weight = self.rounds.weight
+        weight = self.weights.current
         # The engine multiplies this rank's gradients with its weight, but here are shares of the others' too.
         weighed = sums.double() * weight if weight else torch.zeros_like(sums, dtype=torch.float64)
         with labelled(f"backward of the batch norm of {self.name!r}"):
@@ -188,7 +188,7 @@ class _Normalise(torch.autograd.Function):
 def _ranks_of(module: nn.Module) -> Ranks | None:
     reference, name = _engines.get(module, (None, ""))
     engine = None if reference is None else reference()
-    return None if engine is None else Ranks(name, engine.comm, engine.rounds)
+    return None if engine is None else Ranks(name, engine.comm, engine.weights)
 
 
 def _working(input: Tensor) -> torch.dtype:

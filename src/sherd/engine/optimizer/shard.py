@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sherd.comm.base import Communicator
+from sherd.engine.buckets.bucket_list import BucketList
+from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.optimizer.state import Chunk, cut_chunks, cut_state, gather_state, state_bytes
 from sherd.errors import ConfigError
-from sherd.layout.shard_layout import ShardLayout
 
 CHUNK_NUMEL = 256 * 1024
 """Elements stepped at once. Parameter, gradient, two moments and a temporary of 256Ki floats are 5 MB and stay in the
@@ -44,68 +45,55 @@ _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class OptimizerShard:
-    """Steps what `owner` holds of `parameters`, which are aligned with the layout's entries.
+    """Steps what `owner` has of the parameters in `buckets`, from the values and to the sums that these keep.
 
-    `values` and `gradients` are this owner's slices of the parameters and of the reduced gradients, one per bucket.
-    State that the optimizer has already is taken over. All these lists may grow, if `grow` is told; until then the
-    optimizer may hold `frozen` parameters too, which are not stepped.
+    State that the optimizer has already is taken over. The optimizer may hold other `known` parameters too, which are
+    not stepped as long as they are not trained.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        layout: ShardLayout,
+        buckets: BucketList,
         owner: int,
-        parameters: Sequence[nn.Parameter],
-        values: Sequence[Tensor],
-        gradients: Sequence[Tensor],
+        known: Iterable[nn.Parameter] = (),
         chunk_numel: int = CHUNK_NUMEL,
-        frozen: Iterable[nn.Parameter] = (),
     ) -> None:
         self._optimizer = optimizer
         self._kind = type(optimizer)
         self._owner = owner
-        self._parameters = parameters
-        self._values = values
-        self._gradients = gradients
         self._chunk_numel = chunk_numel
-        self._known: set[Tensor] = set(frozen)
-        self._entries: dict[Tensor, int] = {}
-        self._chunks: dict[int, list[Chunk]] = {}
+        self._known: set[Tensor] = set(known)
+        self._members: dict[Tensor, TrackedParameter] = {}
+        self._chunks: dict[TrackedParameter, list[Chunk]] = {}
         self._state: defaultdict[Any, Any] = defaultdict(dict)
         self._held: list[dict[str, Any]] = []  # group by group: the chunks, and their names where there are names
         self._grouped: list[Tensor | None] = []
         self._frozen: list[Tensor] = []  # in a group, but not trained: torch would find no gradient and skip them too
-        self.grow(layout)
+        self.follow(buckets)
 
-    def grow(self, layout: ShardLayout) -> None:
-        """Step the entries that `layout` has more, too."""
-        if len(self._parameters) != len(layout.entries):
-            raise ConfigError(
-                f"found {len(self._parameters)} parameters, expected one for each of {len(layout.entries)} entries"
-            )
-        known = len(self._entries)
-        self._layout = layout
-        self._entries.update({self._parameters[entry]: entry for entry in range(known, len(layout.entries))})
-        cut = cut_chunks(layout, self._owner, self._values, self._gradients, self._chunk_numel, first=known)
-        self._chunks.update(cut)
-        kept = {p: self._state.pop(p) for p in self._parameters[known:] if p in self._state}  # loaded while frozen
+    def follow(self, buckets: BucketList) -> None:
+        """Step what is in these buckets from now on: more than before, at the most."""
+        self._buckets = buckets
+        joined: dict[Tensor, TrackedParameter] = {
+            member.parameter: member for member in buckets.parameters if member.parameter not in self._members
+        }
+        self._members.update(joined)
+        new = {member.bucket for member in joined.values()}
+        self._chunks.update(cut_chunks((b for b in buckets.buckets if b in new), self._owner, self._chunk_numel))
+        kept = {p: self._state.pop(p) for p in joined if p in self._state}  # loaded while frozen
         self._take({}, kept)
         self._grouped = []
         self._follow()
 
-    def step(self, used: Sequence[bool]) -> None:
-        """One update. `used` has an item per entry: torch skips a parameter that has no gradient, and so does this."""
-        if len(used) != len(self._layout.entries):
-            raise ConfigError(
-                f"used has {len(used)} items, expected one for each of {len(self._layout.entries)} entries"
-            )
+    def step(self) -> None:
+        """One update. Torch skips a parameter that has no gradient, and so does this: one that nobody has used."""
         self._follow()
-        stepped = [chunk for entry, cut in self._chunks.items() if used[entry] for chunk in cut]
+        stepped = [chunk for member, cut in self._chunks.items() if member.used for chunk in cut]
         inner = self._inner()
         for chunk in stepped:
             # Another tensor each time, and none afterwards: an optimizer that keeps it holds on to the memory.
-            own = self._gradients[chunk.bucket][chunk.offset : chunk.offset + chunk.value.numel()]
+            own = chunk.member.bucket.slice[chunk.offset : chunk.offset + chunk.value.numel()]
             chunk.value.grad = own.view(chunk.value.shape)
         try:
             step_unhooked(inner)
@@ -120,17 +108,17 @@ class OptimizerShard:
 
     def whole_state(self, comm: Communicator) -> dict[Any, Any]:
         """The state of whole parameters, by parameter, as the user's object would keep it. Collective."""
-        if (comm.rank, comm.world) != (self._owner, self._layout.world):
+        if (comm.rank, comm.world) != (self._owner, self._buckets.layout.world):
             raise ConfigError(
-                f"owner {self._owner} of {self._layout.world} got the communicator of rank {comm.rank} of {comm.world}"
-                f"; pass the one whose ranks are the owners"
+                f"owner {self._owner} of {self._buckets.layout.world} got the communicator of rank {comm.rank} of "
+                f"{comm.world}; pass the one whose ranks are the owners"
             )
         self._follow()
-        whole, other = gather_state(comm, self._layout, self._values, self._chunks, self._state)
+        whole, other = gather_state(comm, self._buckets, self._chunks, self._state)
         state: dict[Any, Any] = {}
         for parameter in (parameter for group in self._optimizer.param_groups for parameter in group["params"]):
-            entry = self._entries.get(parameter)
-            if kept := self._state.get(parameter) if entry is None else whole.get(entry):
+            member = self._members.get(parameter)
+            if kept := self._state.get(parameter) if member is None else whole.get(member):
                 state[parameter] = kept
         return {**state, **other}
 
@@ -202,7 +190,7 @@ class OptimizerShard:
         if not same or any(parameter.requires_grad for parameter in self._frozen):
             self._held = [self._held_of(index, group) for index, group in enumerate(groups)]
             self._grouped = grouped
-            self._frozen = [each for each in grouped if each is not None and each not in self._entries]
+            self._frozen = [each for each in grouped if each is not None and each not in self._members]
         if self._optimizer.state:
             self._take({}, self._optimizer.state)
             self._optimizer.state.clear()
@@ -210,13 +198,14 @@ class OptimizerShard:
     def _held_of(self, index: int, group: Mapping[str, Any]) -> dict[str, Any]:
         cut: list[Sequence[Chunk]] = []
         for position, parameter in enumerate(group["params"]):
-            if parameter not in self._entries and parameter not in self._known and parameter.requires_grad:
+            if parameter not in self._members and parameter not in self._known and parameter.requires_grad:
                 raise ConfigError(
                     f"the optimizer's group {index} has at position {position} a parameter of shape "
                     f"{tuple(parameter.shape)} that was not distributed; the optimizer's parameters must belong to the "
                     f"distributed model: build it from model.parameters()"
                 )
-            cut.append(self._chunks.get(self._entries.get(parameter, -1), ()))
+            member = self._members.get(parameter)
+            cut.append(() if member is None else self._chunks.get(member, ()))
         held: dict[str, Any] = {"params": [chunk.value for chunks in cut for chunk in chunks]}
         if "param_names" in group:
             held["param_names"] = [name for name, chunks in zip(group["param_names"], cut, strict=True) for _ in chunks]
@@ -227,11 +216,11 @@ class OptimizerShard:
         groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
         for key, values in state.items():
             parameter = parameters.get(key, key)
-            entry = self._entries.get(parameter)
-            if entry is None:
+            member = self._members.get(parameter)
+            if member is None:
                 self._state[parameter] = deepcopy(values)
-            elif values and (chunks := self._chunks.get(entry)):
-                parts = cut_state(chunks, self._layout.entries[entry], values, groups.get(parameter, {}))
+            elif values and (chunks := self._chunks.get(member)):
+                parts = cut_state(chunks, member.entry, values, groups.get(parameter, {}))
                 self._state.update({chunk.value: part for chunk, part in zip(chunks, parts, strict=True)})
 
 

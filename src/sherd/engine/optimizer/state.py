@@ -7,7 +7,7 @@ is of two kinds: *per element*, tensors of the parameter's shape (moments), whic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sherd.comm.base import Communicator
+from sherd.engine.buckets.bucket import Bucket
+from sherd.engine.buckets.bucket_list import BucketList
+from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.errors import ConfigError
 from sherd.layout.entry import Entry
-from sherd.layout.placement import BLOCK, Placement, padded
-from sherd.layout.shard_layout import ShardLayout
-from sherd.layout.slicing import Bucket
+from sherd.layout.placement import BLOCK, padded
 
 State = dict[Any, Any]
 """What an optimizer keeps for one tensor, by key."""
@@ -29,8 +30,7 @@ State = dict[Any, Any]
 class Chunk(NamedTuple):
     """A part of one segment, no longer than the cache likes it."""
 
-    entry: int
-    bucket: int
+    member: TrackedParameter
     offset: int
     """where it begins in the owner's slice of the bucket"""
     start: int
@@ -44,38 +44,29 @@ class PerElement(NamedTuple):
     dtype: torch.dtype
 
 
-def cut_chunks(
-    layout: ShardLayout,
-    owner: int,
-    values: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    chunk_numel: int,
-    first: int = 0,
-) -> dict[int, list[Chunk]]:
-    """The chunks of `owner` by entry, from entry `first` on, in element order. Each is a view of its slice."""
-    _check_slices(layout, values, gradients)
+def cut_chunks(buckets: Iterable[Bucket], owner: int, chunk_numel: int) -> dict[TrackedParameter, list[Chunk]]:
+    """The chunks of `owner` by parameter, in element order. Each is a view of what it owns."""
     if chunk_numel < 1 or chunk_numel % BLOCK:
         # Fused kernels round the last elements, those that fill no vector, in another way than the rest: between blocks
         # a cut changes no bit, elsewhere it would.
         raise ConfigError(
             f"chunk_numel={chunk_numel} must be a positive multiple of a block; write {padded(chunk_numel) or BLOCK}"
         )
-    # Entry, bucket, offset in the slice, start in the parameter, elements.
-    pieces = [
-        (segment.entry, segment.bucket, segment.offset + cut, segment.region.start + cut, segment.numel - cut)
-        for segment in layout.segments(owner)
-        if segment.entry >= first
-        for cut in range(0, segment.numel, chunk_numel)
-    ]
-    if owner == 0:  # torch counts the steps of a parameter without elements too, so somebody has to
-        empty = [index for index, entry in enumerate(layout.entries) if not entry.numel and index >= first]
-        pieces += [(index, layout.bucket_of(index).index, 0, 0, 0) for index in empty]
-    chunks: dict[int, list[Chunk]] = {}
-    for entry, bucket, offset, start, left in pieces:
-        # A parameter without dimensions stays so: torch's step counters have none either, and the two look alike.
-        shape = (min(left, chunk_numel),) if layout.entries[entry].shape else ()
-        value = values[bucket].detach()[offset : offset + min(left, chunk_numel)].view(shape)
-        chunks.setdefault(entry, []).append(Chunk(entry, bucket, offset, start, value))
+    chunks: dict[TrackedParameter, list[Chunk]] = {}
+    for bucket in buckets:
+        # Member, offset in the slice, start in the parameter, elements.
+        pieces = [
+            (member, segment.offset + cut, segment.region.start + cut, segment.numel - cut)
+            for member, segment in bucket.segments(owner)
+            for cut in range(0, segment.numel, chunk_numel)
+        ]
+        if owner == 0:  # torch counts the steps of a parameter without elements too, so somebody has to
+            pieces += [(member, 0, 0, 0) for member in bucket.members if not member.entry.numel]
+        for member, offset, start, left in pieces:
+            # A parameter without dimensions stays so: torch's step counters have none either, and the two look alike.
+            shape = (min(left, chunk_numel),) if member.entry.shape else ()
+            value = bucket.values.owned.detach()[offset : offset + min(left, chunk_numel)].view(shape)
+            chunks.setdefault(member, []).append(Chunk(member, offset, start, value))
     return chunks
 
 
@@ -102,33 +93,38 @@ def cut_state(chunks: Sequence[Chunk], entry: Entry, state: State, group: Mappin
 
 def gather_state(
     comm: Communicator,
-    layout: ShardLayout,
-    values: Sequence[Tensor],
-    chunks: Mapping[int, Sequence[Chunk]],
+    buckets: BucketList,
+    chunks: Mapping[TrackedParameter, Sequence[Chunk]],
     state: Mapping[Any, State],
-) -> tuple[dict[int, State], dict[Any, Any]]:
-    """The state of whole parameters by entry, and what is kept for no parameter; on every rank. Collective.
+) -> tuple[dict[TrackedParameter, State], dict[Any, Any]]:
+    """The state of whole parameters, and what is kept for no parameter; on every rank. Collective.
 
-    `values` are this owner's slices, and say where the tensors shall be.
     Beside the result it needs the memory of one bucket and one slice.
     """
-    told = {entry: _outline(cut[0], state[cut[0].value]) for entry, cut in chunks.items() if state.get(cut[0].value)}
+    entries = {member: entry for entry, member in enumerate(buckets.parameters)}
+    told = {
+        entries[member]: _outline(cut[0], state[cut[0].value])
+        for member, cut in chunks.items()
+        if state.get(cut[0].value)
+    }
     other = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
-    whole: dict[int, State] = {}
+    whole: dict[TrackedParameter, State] = {}
     everyone = comm.all_gather_object((told, other))
     for outlines, _ in everyone:
         for entry, outline in outlines.items():
             # The owner of its first element speaks for a parameter.
-            whole.setdefault(entry, {key: PerElement(value) if cut else value for key, cut, value in outline})
-    for bucket in layout.buckets:
+            kept = {key: PerElement(value) if cut else value for key, cut, value in outline}
+            whole.setdefault(buckets.parameters[entry], kept)
+    for bucket in buckets.buckets:
         for (key, dtype), having in _tensors(bucket, whole).items():
-            own = values[bucket.index].new_zeros(bucket.slice_numel, dtype=dtype)
+            own = bucket.values.owned.new_zeros(bucket.described.slice_numel, dtype=dtype)
             for chunk in (chunk for member in having for chunk in chunks.get(member, ())):
                 own[chunk.offset : chunk.offset + chunk.value.numel()] = state[chunk.value][key].reshape(-1)
             gathered = comm.all_gather(own).wait()
             for member in having:
-                entry, begin = layout.entries[member], layout.bucket_offset(member)
-                whole[member][key] = entry.shaped(gathered[begin : begin + entry.numel].clone())
+                whole[member][key] = member.entry.shaped(
+                    gathered[member.offset : member.offset + member.entry.numel].clone()
+                )
     return whole, everyone[0][1]
 
 
@@ -144,9 +140,11 @@ def holds_tensors(value: object) -> bool:
     return any(isinstance(item, Tensor) or holds_tensors(item) for item in inside)
 
 
-def _tensors(bucket: Bucket, whole: Mapping[int, State]) -> dict[tuple[Any, torch.dtype], list[int]]:
+def _tensors(
+    bucket: Bucket, whole: Mapping[TrackedParameter, State]
+) -> dict[tuple[Any, torch.dtype], list[TrackedParameter]]:
     """Which members of the bucket have a per-element tensor of that key and dtype; in the same order on every rank."""
-    found: dict[tuple[Any, torch.dtype], list[int]] = {}
+    found: dict[tuple[Any, torch.dtype], list[TrackedParameter]] = {}
     for member in bucket.members:
         for key, value in whole.get(member, {}).items():
             if isinstance(value, PerElement):
@@ -171,25 +169,3 @@ def _without_tensors(key: object, value: Any) -> Any:
             f"let it keep each tensor under a key of its own"
         )
     return value
-
-
-def _check_slices(layout: ShardLayout, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    for entry in layout.entries:
-        if entry.placement is not Placement.FLAT:
-            raise ConfigError(
-                f"parameter {entry.name!r} has placement {entry.placement.value!r}; optimizer shards step flat "
-                f"segments only: write placement 'flat'"
-            )
-    for bucket in layout.buckets:
-        expected = (bucket.slice_numel,)
-        if len(values) != len(layout.buckets) or len(gradients) != len(layout.buckets):
-            raise ConfigError(
-                f"the layout has {len(layout.buckets)} buckets; found {len(values)} slices of values and "
-                f"{len(gradients)} of gradients, expected one per bucket"
-            )
-        value, gradient = values[bucket.index], gradients[bucket.index]
-        if value.shape != expected or gradient.shape != expected or value.dtype != gradient.dtype:
-            raise ConfigError(
-                f"bucket {bucket.index} needs flat slices of {bucket.slice_numel} elements of one dtype; found values "
-                f"{tuple(value.shape)} {value.dtype} and gradients {tuple(gradient.shape)} {gradient.dtype}"
-            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -12,15 +12,14 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 _C: Any = torch._C
 
 
-def unnoticed() -> AbstractContextManager[Any]:
-    """What is asked of tensors inside is not known to their classes: being asked costs one that is gathered on use 20
-    microseconds, and there are hundreds of questions in a step. Not for their elements, which may not be there."""
-    context: AbstractContextManager[Any] = _C.DisableTorchFunctionSubclass()
-    return context
+bypass_torch_function: Callable[[], AbstractContextManager[Any]] = _C.DisableTorchFunctionSubclass
+"""What is asked of tensors inside does not reach `__torch_function__` of their classes: that costs one that is gathered
+on use 20 microseconds, and there are hundreds of questions in a step. Not for their elements, which may not be there.
+"""
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     """What is done inside is not recorded by autograd or a trace, not transformed, and makes no inference tensors."""
     trace = _C._get_tracing_state()
     with ExitStack() as stack:

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from sherd.comm import Handle, labelled
+from sherd.engine.buckets.bucket import Bucket
 from sherd.engine.parameters.gathered.route import Route
-from sherd.engine.parameters.isolation import apart
+from sherd.engine.parameters.isolation import isolated
 from sherd.errors import SherdError
 
 AHEAD = 2
@@ -31,7 +32,7 @@ WINDOW = AHEAD + 2
 
 
 class Gathering:
-    """Gathers buckets on use. `names[b]` says what is in bucket b.
+    """Gathers buckets on use.
 
     `fetch(b)` begins to gather a bucket, collectively; `release(b)` lets its memory go; `is_written(b)` tells whether
     somebody wrote into it; `write_back(b)` keeps this rank's part of that.
@@ -39,53 +40,51 @@ class Gathering:
 
     def __init__(
         self,
-        names: Sequence[str],
-        fetch: Callable[[int], Handle],
-        release: Callable[[int], None],
-        write_back: Callable[[int], None],
-        is_written: Callable[[int], bool],
+        fetch: Callable[[Bucket], Handle],
+        release: Callable[[Bucket], None],
+        write_back: Callable[[Bucket], None],
+        is_written: Callable[[Bucket], bool],
     ) -> None:
-        self._names = names
         self._fetch = fetch
         self._give_back = release
         self._write_back = write_back
         self._is_written = is_written
-        self._route = Route()
+        self._route: Route[Bucket] = Route()
         self._process = os.getpid()
-        self._gathered: dict[int, Handle | None] = {}  # the least recently touched first; None: complete
-        self._used: Counter[int] = Counter()
-        self._edited: set[int] = set()
-        self._pinned: set[int] = set()
-        self._held: set[int] = set()
+        self._gathered: dict[Bucket, Handle | None] = {}  # the least recently touched first; None: complete
+        self._used: Counter[Bucket] = Counter()
+        self._edited: set[Bucket] = set()
+        self._pinned: set[Bucket] = set()
+        self._held: set[Bucket] = set()
         self.steps = 0
         """How often all parameters have changed; for messages."""
-        self._nodes: dict[int, tuple[int, set[int]]] = {}  # by graph task: a node of it, and what that reads
+        self._nodes: dict[int, tuple[int, set[Bucket]]] = {}  # by graph task: a node of it, and what that reads
 
     @property
-    def gathered(self) -> list[int]:
+    def gathered(self) -> list[Bucket]:
         """The buckets that are gathered."""
         return list(self._gathered)
 
-    def touch(self, bucket: int) -> None:
+    def touch(self, bucket: Bucket) -> None:
         """Make a bucket whole, and what is expected after it on its way. Collective where it is not."""
         if os.getpid() != self._process:
             raise SherdError(
-                f"this process was forked from a rank and uses {self._names[bucket]}, which ranks gather together; "
+                f"this process was forked from a rank and uses {_name(bucket)}, which ranks gather together; "
                 f"give it a copy that was made before: copy.deepcopy(model)"
             )
         moved = self._route.visit(bucket)
         if moved or bucket not in self._gathered:
             if torch._C._current_graph_task_id() == -1:
                 self._nodes.clear()
-            with apart():
+            with isolated():
                 self._gather_all((bucket, *self._route.ahead(AHEAD)))
         handle = self._gathered.pop(bucket)
         if handle is not None:
-            with apart():
+            with isolated():
                 handle.wait()
         self._gathered[bucket] = None  # the last one now
 
-    def use(self, buckets: Iterable[int]) -> None:
+    def use(self, buckets: Iterable[Bucket]) -> None:
         """A call that reads these buckets begins."""
         buckets = list(buckets)
         self._used.update(buckets)
@@ -96,11 +95,11 @@ class Gathering:
             self.leave(buckets)
             raise
 
-    def leave(self, buckets: Iterable[int]) -> None:
+    def leave(self, buckets: Iterable[Bucket]) -> None:
         """It is over."""
         self._used.subtract(buckets)
 
-    def touch_for_node(self, bucket: int) -> None:
+    def touch_for_node(self, bucket: Bucket) -> None:
         """A node of autograd's graph unpacks what it saved. It keeps it until it is through, and nobody tells when that
         is: when another node of the same backward unpacks something, it was."""
         task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
@@ -108,55 +107,55 @@ class Gathering:
             self.pin(bucket)  # somebody looks into the graph, or a graph of the gradient is made, which saves it too
             return
         number: int = node._sequence_nr()
-        last, reads = self._nodes.get(task, (number, set[int]()))
+        last, reads = self._nodes.get(task, (number, set[Bucket]()))
         if last != number:
             reads = set()
         reads.add(bucket)
         self._nodes[task] = number, reads
         self.touch(bucket)
 
-    def pin(self, bucket: int) -> None:
+    def pin(self, bucket: Bucket) -> None:
         """Keep a bucket gathered until the parameters change."""
         self._pinned.add(bucket)
         self.touch(bucket)
 
-    def hold(self, bucket: int) -> None:
+    def hold(self, bucket: Bucket) -> None:
         """Keep a bucket gathered for good."""
         self._held.add(bucket)
         self.touch(bucket)
 
-    def edited(self, buckets: Iterable[int]) -> None:
+    def edited(self, buckets: Iterable[Bucket]) -> None:
         """Somebody wrote into these buckets while they were gathered."""
         self._edited.update(buckets)
 
-    def written(self) -> list[int]:
+    def written(self) -> list[Bucket]:
         """Buckets that somebody wrote into and that were not written back yet."""
         # A copy may be on its way into those that are not complete, and nobody can have used them.
         self._edited.update(b for b, handle in self._gathered.items() if handle is None and self._is_written(b))
-        return sorted(self._edited)
+        return sorted(self._edited, key=_place)
 
-    def drop(self, buckets: Iterable[int]) -> None:
+    def drop(self, buckets: Iterable[Bucket]) -> None:
         """Release these buckets, whoever may have pinned them: they are about to change."""
         for bucket in buckets:
             self._pinned.discard(bucket)
             if bucket in self._gathered:
-                with apart():
+                with isolated():
                     self._release(bucket)
 
     def refresh(self) -> None:
         """The parameters have changed: gather again what must be there. Collective where something is held."""
         self._route.end()
-        for bucket in sorted(self._held.difference(self._gathered)):
+        for bucket in sorted(self._held.difference(self._gathered), key=_place):
             self.touch(bucket)
 
-    def _gather_all(self, buckets: Sequence[int]) -> None:
+    def _gather_all(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
             if bucket not in self._gathered:
                 self._make_room(set(buckets))
                 with labelled(self._label(bucket)):
                     self._gathered[bucket] = self._fetch(bucket)
 
-    def _make_room(self, keep: set[int]) -> None:
+    def _make_room(self, keep: set[Bucket]) -> None:
         spare = len(self._gathered) + 1 - WINDOW
         if spare <= 0:
             return
@@ -164,10 +163,10 @@ class Gathering:
         for bucket in [bucket for bucket in self._gathered if bucket not in read and not self._used[bucket]][:spare]:
             self._release(bucket)
 
-    def _label(self, bucket: int) -> str:
-        return f"the use of {self._names[bucket]} in step {self.steps}, which all ranks must make under zero3"
+    def _label(self, bucket: Bucket) -> str:
+        return f"the use of {_name(bucket)} in step {self.steps}, which all ranks must make under zero3"
 
-    def _release(self, bucket: int) -> None:
+    def _release(self, bucket: Bucket) -> None:
         handle = self._gathered.pop(bucket)
         if handle is not None:
             handle.wait()
@@ -177,3 +176,12 @@ class Gathering:
                 self._write_back(bucket)
         finally:
             self._give_back(bucket)
+
+
+def _place(bucket: Bucket) -> int:
+    """By what buckets are ordered alike on all ranks."""
+    return bucket.described.index
+
+
+def _name(bucket: Bucket) -> str:
+    return str(getattr(bucket.values, "name", bucket))

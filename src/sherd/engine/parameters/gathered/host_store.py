@@ -9,54 +9,60 @@ gather that: by then they have all released what was there before. Which slot it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sherd.comm import Handle
+from sherd.engine.buckets.bucket import Bucket
 from sherd.engine.parameters.gathered.pages import AliasPages, Pages
-from sherd.engine.parameters.gathered.store import GatheredStore
-from sherd.layout.entry import dtype_of
-from sherd.layout.slicing import Bucket
+from sherd.engine.parameters.gathered.store import GatheredStore, values_of
+
+
+@dataclass
+class _Slot:
+    """Memory for a bucket at a time."""
+
+    number: int
+    memory: Tensor
 
 
 class HostGatheredStore(GatheredStore):
     """Every rank has its rows; a bucket is whole on a host while its ranks use it."""
 
-    def _make_room(self) -> list[Tensor]:
-        self._slots: list[Tensor] = []
-        self._free: set[int] = set()
-        self._slot_of: dict[int, int] = {}
-        return super()._make_room()
+    def _make_room(self, buckets: Sequence[Bucket]) -> None:
+        self._slots: list[_Slot] = []
+        self._taken: dict[Bucket, _Slot] = {}
+        super()._make_room(buckets)
 
-    def _make_pages(self, buckets: Sequence[Bucket]) -> Sequence[Pages]:
-        self._aliases = [AliasPages(bucket.numel, dtype_of(bucket.dtype)) for bucket in buckets]
-        return self._aliases
+    def _make_pages(self, bucket: Bucket) -> Pages:
+        return AliasPages(bucket.described.numel, bucket.dtype)
 
-    def _fetch(self, bucket: int) -> Handle:
-        slot = self._slot_of[bucket] = self._take_slot(bucket)
-        described, memory = self._layout.buckets[bucket], self._slots[slot]
+    def _fetch(self, bucket: Bucket) -> Handle:
+        values = values_of(bucket)
+        assert isinstance(values.pages, AliasPages), "made above"
+        memory = self._take_slot(bucket, values.pages.nbytes).memory
         backing = self._mesh.shard.backing(memory)
         assert backing is not None, "the ranks of a host have made it together"
-        whole = memory.view(dtype_of(described.dtype))[: described.numel]
-        self._aliases[bucket].show(backing, whole)
-        return self._mesh.gather(self._rows[bucket], whole, self._names[bucket])
+        whole = memory.view(bucket.dtype)[: bucket.described.numel]
+        values.pages.show(backing, whole)
+        return self._mesh.gather(values.rows, whole, values.name)
 
-    def _release(self, bucket: int) -> None:
+    def _release(self, bucket: Bucket) -> None:
         super()._release(bucket)
-        self._free.add(self._slot_of.pop(bucket))
+        del self._taken[bucket]
 
-    def _take_slot(self, bucket: int) -> int:
+    def _take_slot(self, bucket: Bucket, nbytes: int) -> _Slot:
         """The smallest slot that is free and large enough, or a new one. Ranks that did the same take the same."""
-        nbytes = self._aliases[bucket].nbytes
+        taken = {slot.number for slot in self._taken.values()}
         # Not one of twice the size: a large bucket would need another one then.
-        fits = [slot for slot in self._free if nbytes <= self._slots[slot].nbytes < 2 * nbytes]
+        fits = [slot for slot in self._slots if slot.number not in taken and nbytes <= slot.memory.nbytes < 2 * nbytes]
         if not fits:
-            self._slots.append(self._mesh.shard.shared_tensor(nbytes, dtype=torch.uint8))
-            return len(self._slots) - 1
-        slot = min(fits, key=lambda each: (self._slots[each].nbytes, each))
-        self._free.discard(slot)
+            fits = [_Slot(len(self._slots), self._mesh.shard.shared_tensor(nbytes, dtype=torch.uint8))]
+            self._slots += fits
+        slot = self._taken[bucket] = min(fits, key=lambda each: (each.memory.nbytes, each.number))
         return slot
 
     def gathered_bytes(self) -> int:
-        return sum(slot.nbytes for slot in self._slots) if self._mesh.shard.host.rank == 0 else 0
+        return sum(slot.memory.nbytes for slot in self._slots) if self._mesh.shard.host.rank == 0 else 0

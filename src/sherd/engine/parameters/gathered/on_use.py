@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from sherd.engine.buckets.bucket import Bucket
 from sherd.engine.parameter import Copied, ShardedParameter, become, by_value
 from sherd.engine.parameters.gathered.gathering import Gathering
 
@@ -45,7 +46,7 @@ class Store(Protocol):
 
     gathering: Gathering
 
-    def bucket_of(self, tensor: Tensor) -> int | None:
+    def bucket_of(self, tensor: Tensor) -> Bucket | None:
         """The bucket in whose memory a tensor lies, if it is the store's."""
 
 
@@ -127,7 +128,7 @@ def _call(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
 def _used(func: Any, args: tuple[Any, ...], options: dict[str, Any], found: list[Tensor]) -> Any:
     """Call with these tensors gathered, and mind what is saved for backward."""
     places = _places(found)
-    begun: list[tuple[Store, list[int]]] = []
+    begun: list[tuple[Store, list[Bucket]]] = []
     try:
         for store, buckets in places.items():
             store.gathering.use(buckets)
@@ -151,7 +152,7 @@ def _used(func: Any, args: tuple[Any, ...], options: dict[str, Any], found: list
             store.gathering.leave(buckets)
 
 
-def _hook(places: dict[Store, list[int]]) -> bool:
+def _hook(places: dict[Store, list[Bucket]]) -> bool:
     """Have hooks for what autograd saves, which are then to be popped, or everything pinned if there may be none."""
     if _hooks._saved_tensors_hooks_is_enabled():
         saving = _Saving(list(places), _hooks._top_saved_tensors_default_hooks(True))
@@ -179,13 +180,13 @@ class _Saving:
             pack, unpack = self._outer
             packed = pack(tensor)
             return lambda: unpack(packed)
-        return _Saved(tensor, None, 0)
+        return _Saved(tensor, None, None)
 
 
 class _Saved:
     """A tensor that autograd saved. Where there are hooks torch compares no versions, so this does."""
 
-    def __init__(self, tensor: Tensor, gathering: Gathering | None, bucket: int) -> None:
+    def __init__(self, tensor: Tensor, gathering: Gathering | None, bucket: Bucket | None) -> None:
         self._tensor = tensor.detach()  # an output would keep itself alive
         self._version = tensor._version
         self._gathering = gathering
@@ -199,7 +200,7 @@ class _Saved:
                 f"[{tensor.type()} {list(tensor.shape)}] is at version {version}; expected version {self._version} "
                 f"instead"
             )
-        if self._gathering is not None:
+        if self._gathering is not None and self._bucket is not None:
             self._gathering.touch_for_node(self._bucket)
         return tensor
 
@@ -248,9 +249,9 @@ def _pin_if_saved(func: Any, found: list[Tensor]) -> None:
         pin(found)
 
 
-def _places(found: Iterable[Tensor]) -> dict[Store, list[int]]:
+def _places(found: Iterable[Tensor]) -> dict[Store, list[Bucket]]:
     """The buckets in which tensors lie, each once, by store. None of what is lent out of its store."""
-    places: dict[Store, list[int]] = {}
+    places: dict[Store, list[Bucket]] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in found:
             store: Store = tensor.__dict__[_STORE]
@@ -260,7 +261,7 @@ def _places(found: Iterable[Tensor]) -> dict[Store, list[int]]:
     return places
 
 
-def _hold(places: dict[Store, list[int]]) -> None:
+def _hold(places: dict[Store, list[Bucket]]) -> None:
     """A trace reads parameters where they are, as often as it is called."""
     for store, buckets in places.items():
         for bucket in buckets:

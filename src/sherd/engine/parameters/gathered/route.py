@@ -8,21 +8,26 @@ expect the same.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Generic, TypeVar, cast
+
 END = -1
 """A step: what was gathered before is of no use after it."""
 _UNSURE = -2
 _MOST = 1 << 16
 """Contexts to remember."""
 
+T = TypeVar("T", bound=Hashable)
 
-class Route:
+
+class Route(Generic[T]):
     """Learns an order and foretells it."""
 
     def __init__(self) -> None:
-        self._last = (END, END, END)
-        self._next: dict[tuple[int, int, int], int] = {}
+        self._last: tuple[T | int, ...] = (END, END, END)
+        self._next: dict[tuple[T | int, ...], T | int] = {}
 
-    def visit(self, bucket: int) -> bool:
+    def visit(self, bucket: T | int) -> bool:
         """A bucket is used; whether it is another one than before."""
         if bucket == self._last[2]:
             return False
@@ -37,13 +42,13 @@ class Route:
         """What was gathered is out of date."""
         self.visit(END)
 
-    def ahead(self, count: int) -> list[int]:
+    def ahead(self, count: int) -> list[T]:
         """The buckets that come next, at most `count`; none beyond the end of a step."""
-        last, found = self._last, list[int]()
+        last, found = self._last, list[T]()
         while len(found) < count:
             bucket = self._next.get(last, END)
-            if bucket < 0:
+            if bucket in (END, _UNSURE):
                 break
-            found.append(bucket)
+            found.append(cast("T", bucket))
             last = (*last[1:], bucket)
         return found

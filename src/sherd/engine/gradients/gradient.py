@@ -1,9 +1,26 @@
-"""Accumulation: which `step()` is the real one, and how contributions are weighed."""
+"""The gradient of a model as one thing: how much of it there is, what its contributions weigh, and its norm."""
 
 from __future__ import annotations
 
+import enum
+
+from torch import Tensor
+
+from sherd.comm import Communicator
 from sherd.data import share
+from sherd.engine.buckets.bucket import Bucket
+from sherd.engine.buckets.bucket_list import BucketList
+from sherd.engine.buckets.norms import squares
 from sherd.errors import ConfigError
+
+
+class Filling(enum.Enum):
+    """What a window holds of its gradient."""
+
+    BETWEEN = "between two gradients"
+    FILLING = "being filled"
+    """there are backwards to come, so there is no gradient to be seen yet"""
+    WHOLE = "whole"
 
 
 class Window:
@@ -11,36 +28,42 @@ class Window:
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self._steps = 0
-        self._begun = False
+        self.state = Filling.BETWEEN
+        self._position = 0
+        self.holding = False
+        """Whether a backward is said not to be the last of its step."""
 
-    def begin(self) -> None:
+    def backward(self) -> None:
         """A backward begins."""
-        self._begun = True
+        self.state = Filling.WHOLE if self.last else Filling.FILLING
 
     @property
     def complete(self) -> bool:
-        """Whether the gradient of a window is whole: its last backward was made, or nothing of the next one."""
-        return self.last if self._begun else not self.open
+        """Whether the gradient may be seen: inside a window there is none yet, as there is no step yet."""
+        return self.state is not Filling.FILLING
 
     @property
     def open(self) -> bool:
         """Whether the last `step()` was not a real one: what follows belongs to the same gradient."""
-        return self._steps > 0
+        return self._position > 0
 
     @property
     def last(self) -> bool:
         """Whether the next `step()` will be the real one."""
-        return self._steps == self.length - 1
+        return self._position == self.length - 1
 
     def advance(self) -> bool:
         """Count a `step()`: whether it is the real one."""
-        self._steps = (self._steps + 1) % self.length
-        self._begun = False
-        return self._steps == 0
+        self._position = (self._position + 1) % self.length
+        self.state = Filling.FILLING if self.open else Filling.BETWEEN
+        return not self.open
+
+    def restart(self) -> None:
+        """Begin anew."""
+        self._position, self.state = 0, Filling.BETWEEN
 
 
-class Weights:
+class LossWeights:
     """How much this rank's contributions count, and how much everybody's do together.
 
     Without weights every contribution counts the same (`loss_reduction="mean"`) or is added as it is (`"sum"`). With
@@ -157,3 +180,68 @@ class Weights:
     def pointless(self) -> bool:
         """Whether there is a weighed gradient that has no mean."""
         return bool(self.weighed) and self.total == 0
+
+
+class Gradient:
+    """The sums of all buckets together. `buckets` is told each time, as it is replaced when more is trained."""
+
+    def __init__(self, weights: LossWeights) -> None:
+        self.weights = weights
+        self.finite = True
+        """Whether it is finite on every rank."""
+        self.backwards = 0
+        """How many are in it."""
+        self._left = 1.0  # how much of it clipping has left
+
+    def restart(self, buckets: BucketList) -> None:
+        """There is none: the next backward is its first."""
+        self.weights.forget()
+        self.backwards = 0
+        self._left = 1.0
+        buckets.table.norms.zero_()
+        for bucket in buckets.buckets:
+            bucket.scaled, bucket.edited = 1.0, False
+
+    def scale(self, buckets: BucketList, factor: float) -> None:
+        """Multiply every sum."""
+        for bucket in buckets.buckets:
+            if bucket.summed:
+                bucket.scale(factor)
+
+    def divide(self, buckets: BucketList) -> None:
+        """Make a weighted sum a weighted mean."""
+        divisor = self.weights.divisor()
+        if divisor != 1.0:
+            self.scale(buckets, 1.0 / divisor)
+
+    def add(self, buckets: BucketList) -> None:
+        """More is about to be added to it as it is: a mean becomes a sum again, and what was clipped off is gone."""
+        self._left = 1.0
+        divided = self.weights.undivide()
+        if divided != 1.0:
+            self.scale(buckets, divided)
+
+    def clip(self, buckets: BucketList, max_norm: float, comm: Communicator, suspects: set[Bucket]) -> float:
+        """Scale it so that its 2-norm is at most `max_norm`; the norm it had. `suspects` may have changed unnoticed.
+
+        Collective. The same bits on every rank, and under every strategy that accumulates at the same place.
+        """
+        for bucket in buckets.buckets:
+            if bucket.scaled != 1.0 or bucket in suspects:
+                bucket.measure()
+        norm = buckets.table.total(comm)
+        factor = max_norm / (norm + 1e-6)
+        if factor < 1.0:
+            self.scale(buckets, factor)
+            self._left *= factor
+        return norm
+
+    def own_squares(self, buckets: BucketList) -> list[Tensor]:
+        """The squared norms of this rank's blocks, bucket by bucket, as they would be without clipping."""
+        return [squares(bucket, self._left or 1.0) for bucket in buckets.buckets]  # nothing is left of infinity
+
+    def own_squared(self, buckets: BucketList) -> float:
+        """Their sum: this rank's share of the squared 2-norm."""
+        if self._left == 1.0 and all(bucket.scaled == 1.0 for bucket in buckets.buckets):
+            return float(buckets.table.norms.dot(buckets.table.norms))
+        return sum(float(each.sum()) for each in self.own_squares(buckets))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,20 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from sherd.comm import Communicator
+from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.errors import ConfigError, Diverged
-from sherd.layout.entry import ITEMSIZE, Entry, dtype_name, memory_order
-from sherd.layout.placement import padded
-
-LARGEST_BUCKET_BYTES = 2 << 20
-"""The fastest of 0.5 to 8 MB: smaller ones cost more calls, larger ones leave the cache before they are reduced."""
-SMALLEST_BUCKET_BYTES = 64 << 10
-BUCKETS = 48
-"""How many a model is cut into, within these bounds. The ring's slots on a rank then take 2% of what a host holds for
-fp32 AdamW, and the first bucket can be reduced long before backward ends."""
-ACROSS_HOSTS = 2.25
-"""So many times as large are buckets that cross a network, where a call costs more. On two hosts of two ranks with
-1 Gbit/s between them, a step of 2.35 s took 2.15 s with buckets of 4 MB. The eighth more is for the biases and norms
-around a matrix of that size, which would need buckets of their own: 52 of them instead of 32 for a GPT of 33.7 M."""
+from sherd.layout.entry import ITEMSIZE, dtype_name, memory_order
 
 
 @dataclass(frozen=True)
@@ -31,8 +19,7 @@ class Inventory:
     """A model's parameters by name, in the order of registration, tied ones once."""
 
     model: nn.Module
-    names: tuple[str, ...]
-    parameters: tuple[nn.Parameter, ...]
+    members: tuple[TrackedParameter, ...]
     buffers: tuple[Tensor, ...]
 
     @classmethod
@@ -47,40 +34,27 @@ class Inventory:
                     f"put the whole model on one device before sherd.distribute"
                 )
         _check_modules(model)
-        names, parameters = tuple(name for name, _ in found), tuple(parameter for _, parameter in found)
-        return cls(model, names, parameters, tuple(buffer for buffer in model.buffers() if buffer is not None))
+        members = tuple(TrackedParameter(name, parameter) for name, parameter in found)
+        return cls(model, members, tuple(buffer for buffer in model.buffers() if buffer is not None))
 
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
         return next((parameter.device for parameter in self.parameters), torch.device("cpu"))
 
-    def trainable(self) -> list[int]:
-        """The indices of the parameters that require a gradient now."""
-        return [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
+    @cached_property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """The parameters themselves."""
+        return tuple(member.parameter for member in self.members)
 
     @cached_property
-    def _entries(self) -> tuple[Entry, ...]:
-        found = zip(self.names, self.parameters, strict=True)
-        return tuple(Entry(name, tuple(p.shape), dtype_name(p), order=memory_order(p)) for name, p in found)
+    def by_parameter(self) -> dict[nn.Parameter, TrackedParameter]:
+        """What is known of each parameter."""
+        return {member.parameter: member for member in self.members}
 
-    def entry(self, index: int) -> Entry:
-        """A parameter as a layout sees it: what it was when the model was distributed."""
-        return self._entries[index]
-
-    def entries(self, indices: Iterable[int]) -> list[Entry]:
-        """These parameters as a layout sees them."""
-        return [self._entries[index] for index in indices]
-
-    def bucket_numel(self, bucket_bytes: int | None, crosses: bool = False) -> int:
-        """Elements of a bucket: what was asked for, or a share of the model, so that a small one wastes nothing."""
-        times = ACROSS_HOSTS if crosses else 1.0
-        largest = max((p.element_size() for p in self.parameters), default=4)
-        if bucket_bytes is None:
-            total = sum(padded(p.numel()) * p.element_size() for p in self.parameters)
-            share = max(int(times * total / BUCKETS), SMALLEST_BUCKET_BYTES)
-            bucket_bytes = min(share, int(times * LARGEST_BUCKET_BYTES))
-        return max(bucket_bytes // largest, 1)
+    def of_module(self, module: nn.Module) -> list[TrackedParameter]:
+        """The parameters that `module` has, too."""
+        return [self.by_parameter[p] for p in module.parameters() if p in self.by_parameter]
 
     def compare(self, comm: Communicator) -> None:
         """Refuse models that differ between ranks, before anything is shared. Collective."""

@@ -1,4 +1,4 @@
-"""Memory for one gradient after the other, which somebody may keep.
+"""Memory for one gradient after the other, which a program may keep.
 
 In plain torch a gradient that a program keeps (`state["last"] = p.grad`) stays what it was after `zero_grad()`. Here
 gradients are shown where they were summed, so memory that was handed out and is still held is not written again: the
@@ -7,7 +7,7 @@ next gradient gets another *room*. Most programs keep nothing, and then there is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ MAX_HELD = 4
 class Room:
     """Memory for what is kept of a bucket: `whole`, and parts of it that are used again and again.
 
-    `sum` is what is reduced into, `slice` what this rank owns of it, and `views` are the places of entries in it. The
-    memory has a storage of its own, of which torch counts the users: more than at the beginning, and it is held.
+    `sum` is what is reduced into, `slice` what this rank owns of it, and `views` are the places of the members in it,
+    if they have any. The memory has a storage of its own, of which torch counts the users: more than at the beginning,
+    and it is held.
     """
 
-    def __init__(self, whole: Tensor, sum: Tensor, slice: Tensor, views: Mapping[int, Tensor]) -> None:
+    def __init__(self, whole: Tensor, sum: Tensor, slice: Tensor, views: Sequence[Tensor] = ()) -> None:
         self.whole = whole
         self.sum = sum
         self.slice = slice

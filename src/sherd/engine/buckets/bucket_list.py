@@ -1,0 +1,75 @@
+"""Which buckets are trained, and in what order they are launched.
+
+All parameters are packed when the model is distributed: those that require a gradient together, each of the others in a
+bucket of its own. A frozen parameter has no gradient and no optimizer state; when it is unfrozen its bucket joins the
+list behind the others. The list never changes: another one takes its place, with the same buckets in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from sherd.engine.buckets.bucket import Bucket
+from sherd.engine.buckets.norms import NormTable
+from sherd.engine.buckets.tracked import TrackedParameter, Use
+from sherd.layout.shard_layout import ShardLayout
+
+
+@dataclass(frozen=True)
+class BucketList:
+    """The buckets that are trained, in the order of their memory."""
+
+    buckets: tuple[Bucket, ...]
+    parameters: tuple[TrackedParameter, ...]
+    """in the order of the layout's entries"""
+    launch_order: tuple[Bucket, ...]
+    """the same on all ranks"""
+    layout: ShardLayout
+    """of these parameters"""
+    frozen: tuple[Bucket, ...]
+    """of one parameter each"""
+    table: NormTable
+    """the norms of the sums"""
+
+    @classmethod
+    def pack(cls, members: Sequence[TrackedParameter], world: int, group: int, bucket_numel: int) -> BucketList:
+        """Buckets of `bucket_numel` elements for `world` ranks, which sum in groups of `group`."""
+        trained = [member for member in members if member.parameter.requires_grad]
+        frozen = [member for member in members if not member.parameter.requires_grad]
+        last_first = range(len(trained) - 1, -1, -1)  # gradients come so
+        layout = ShardLayout.build(
+            (member.entry for member in trained), world, bucket_numel=bucket_numel, group=group, order=last_first
+        )
+        every = layout.grown(member.entry for member in frozen)
+        ordered = [*trained, *frozen]
+        made = [Bucket(each, [ordered[entry] for entry in each.members]) for each in every.buckets]
+        for member in trained:
+            member.use = Use.TRAINED
+        buckets, dormant = tuple(made[: len(layout.buckets)]), tuple(made[len(layout.buckets) :])
+        return cls(buckets, tuple(trained), buckets, layout, dormant, NormTable(buckets, trained, world))
+
+    def unfrozen(self, members: Iterable[TrackedParameter]) -> BucketList:
+        """The list in which these parameters are trained too."""
+        members = tuple(members)
+        joining = tuple(member.bucket for member in members)
+        for member in members:
+            member.use = Use.TRAINED
+        buckets, parameters = self.buckets + joining, self.parameters + members
+        return BucketList(
+            buckets,
+            parameters,
+            self.launch_order + joining,
+            self.layout.grown(member.entry for member in members),
+            tuple(bucket for bucket in self.frozen if bucket not in joining),
+            NormTable(buckets, parameters, self.layout.world),
+        )
+
+    def launched_in(self, order: Iterable[int]) -> BucketList:
+        """The list with another launch order, of places in `buckets`."""
+        return replace(self, launch_order=tuple(self.buckets[place] for place in order))
+
+    @property
+    def every(self) -> tuple[Bucket, ...]:
+        """The buckets of all parameters."""
+        return self.buckets + self.frozen

@@ -1,0 +1,90 @@
+"""What is known of one parameter."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sherd.layout.entry import Entry, dtype_name, memory_order
+from sherd.layout.slicing import Segment
+
+if TYPE_CHECKING:
+    from sherd.engine.buckets.bucket import Bucket
+
+
+class Use(enum.Enum):
+    """Whether a parameter is trained. One that is stays so, whatever `requires_grad` says later."""
+
+    FROZEN = "frozen"
+    TRAINED = "trained"
+
+
+class Look(NamedTuple):
+    """What can be seen of a parameter without reading its values."""
+
+    version: int
+    place: object
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+class TrackedParameter:
+    """One parameter: what it is, where it lies, and what has become of its gradient."""
+
+    bucket: Bucket
+    position: int
+    """Its place among the members of its bucket."""
+    offset: int
+    """Where it begins in its bucket."""
+    home: Tensor
+    """Its place in the store as this rank sees it: its `parameter.data`."""
+    original: Tensor
+    """Its place in the store where updates are made."""
+    seen: Look
+    """What it looked like after the last legitimate change."""
+
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.entry = Entry(name, tuple(parameter.shape), dtype_name(parameter), order=memory_order(parameter))
+        self.use = Use.FROZEN
+        self.used = False
+        """Whether it has a gradient, on whichever rank."""
+        self.used_here = False
+        """Whether autograd made a gradient of it on this rank since the ranks last agreed on what was used."""
+        self.arrived = False
+        """Whether it did so in the round under way."""
+        self.contribution: Tensor | None = None
+        """This rank's gradient, flat, until its bucket is launched; where it is not added up in `local`."""
+        self.late: Tensor | None = None
+        """What arrived after its bucket was launched."""
+        self.local: Tensor | None = None
+        """Its place in this rank's whole gradient, where there is room for one."""
+        self.filled = False
+        """Whether `local` has a contribution."""
+
+    def __repr__(self) -> str:
+        return f"{self.name!r} ({self.use.value})"
+
+    @property
+    def flattened(self) -> Tensor:
+        """The parameter element by element, in the order in which every rank has it in memory."""
+        return self.entry.flattened(self.parameter.detach())
+
+    def segments(self) -> Iterator[Segment]:
+        """What each owner has of it."""
+        return self.bucket.described.segments_of(self.position)
+
+    def shaped_in(self, whole: Tensor) -> Tensor:
+        """Its part of a tensor that is as long as its bucket."""
+        return self.entry.shaped(whole[self.offset : self.offset + self.entry.numel])
+
+    def forget(self) -> None:
+        """There is no gradient any more."""
+        self.used = self.used_here = self.filled = False
+        self.contribution = self.late = None

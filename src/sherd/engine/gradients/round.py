@@ -1,0 +1,215 @@
+"""A round: one outermost backward, from autograd's hook to the launch of the last bucket.
+
+A bucket is *complete* when each of its members has arrived once in the round. Buckets are launched as soon as they are
+complete, but in one order that all ranks share; at the end of the round the incomplete ones are launched too, with
+zeros for what is missing. What arrives after its bucket was launched is *late*: it waits until ranks have agreed that
+there is such. Parameters are packed alike under every strategy, so what is late is the same under all of them, and so
+is the order of additions.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sherd.comm import labelled
+from sherd.engine.buckets.bucket import Bucket
+from sherd.engine.buckets.bucket_list import BucketList
+from sherd.engine.buckets.ring import Reductions
+from sherd.engine.buckets.tracked import TrackedParameter
+from sherd.engine.parameter import raw_grad, set_raw_grad
+from sherd.engine.parameters.isolation import bypass_torch_function
+from sherd.errors import SherdError
+
+log = logging.getLogger("sherd")
+
+MAX_WAITING = 8
+"""How many complete buckets may wait for their turn."""
+
+
+class State(enum.Enum):
+    """How far a round has come."""
+
+    IDLE = "idle"
+    OPEN = "open"
+    """a backward is under way, of this model or of another"""
+    COLLECTING = "collecting"
+    """gradients of this model have arrived"""
+    FLUSHING = "flushing"
+    """the rest is launched, and ranks agree"""
+    FAILED = "failed"
+
+
+_MOVES = {
+    State.IDLE: (State.OPEN, State.FLUSHING),  # what backwards in no_sync have left is flushed without one
+    State.OPEN: (State.COLLECTING, State.IDLE),
+    State.COLLECTING: (State.FLUSHING, State.IDLE),
+    State.FLUSHING: (State.IDLE,),
+    State.FAILED: (),
+}
+
+
+class Round:
+    """Takes gradients as they arrive and launches buckets in order. One object for all rounds of a model."""
+
+    def __init__(self, rank: int, reductions: Reductions) -> None:
+        self._rank = rank
+        self._reductions = reductions
+        self.state = State.IDLE
+        self.error: BaseException | None = None
+        self.label = ""
+        """What errors call this round."""
+        self.completed: list[Bucket] = []
+        """In the order in which they were complete here: what the order of the next rounds is learned from."""
+
+    def move(self, to: State) -> None:
+        """The round becomes `to`."""
+        if to is not State.FAILED and to not in _MOVES[self.state]:
+            raise SherdError(f"rank {self._rank}: a round that is {self.state.value} cannot become {to.value}")
+        self.state = to
+
+    def refuse_failed(self) -> None:
+        """Raise if an earlier round has failed after gradients were exchanged."""
+        if self.state is State.FAILED:
+            raise SherdError(
+                f"rank {self._rank}: an earlier backward failed ({self.error}) after gradients had been exchanged, so "
+                f"the ranks no longer have the same; start again from a checkpoint"
+            )
+
+    def collect(self, buckets: BucketList, factor: float, op: str | None, label: str) -> None:
+        """The first gradient is here; without `op` nothing is launched before the end of the round."""
+        self.move(State.COLLECTING)
+        self._start(buckets, label)
+        self._factor, self._op = factor, op
+
+    def _start(self, buckets: BucketList, label: str) -> None:
+        self._order = buckets.launch_order
+        self.label = label
+        self.completed = []
+        self._launched = self._launched_complete = 0
+        for bucket in self._order:
+            bucket.open()
+
+    def arrive(self, member: TrackedParameter, gradient: Tensor) -> None:
+        """Take a gradient."""
+        if self._factor == 0.0:
+            gradient = torch.zeros_like(gradient)  # zero times NaN is NaN, and the loss of no tokens may well be NaN
+        bucket = member.bucket
+        member.used_here = True
+        if bucket.launched:
+            late = member.late
+            member.late = gradient * self._factor if late is None else late.add_(gradient, alpha=self._factor)
+        elif bucket.arrive(member, gradient, self._factor):
+            self.completed.append(bucket)
+            if self._op is not None:
+                self._launch_in_turn(self._op)
+                # One that does not come must not hold all others in memory: should it come after all, it is late.
+                while len(self.completed) - self._launched_complete > MAX_WAITING:
+                    self._launch_next(self._op)
+                    self._launch_in_turn(self._op)
+
+    def flush(self, buckets: BucketList, op: str) -> None:
+        """Launch the buckets that were not complete."""
+        if self.state is State.IDLE:
+            self._start(buckets, self.label)
+        self.move(State.FLUSHING)
+        while self._launched < len(self._order):
+            self._launch_next(op)
+        self._reductions.settle()
+
+    def late(self, buckets: Iterable[Bucket]) -> list[Bucket]:
+        """Those of these buckets that this rank has late gradients for."""
+        return [bucket for bucket in buckets if any(member.late is not None for member in bucket.members)]
+
+    def flush_late(self, late: Sequence[Bucket], op: str) -> None:
+        """Launch these buckets again, for which some rank has late gradients."""
+        for bucket in self._order:
+            if bucket in late:
+                for member in bucket.members:
+                    if member.late is not None:
+                        bucket.take(member, member.late, 1.0)
+                        member.late = None
+                self._launch(bucket, op)
+        self._reductions.settle()
+
+    def close(self) -> None:
+        """The backward is over."""
+        if self.state not in (State.IDLE, State.FAILED):
+            self.move(State.IDLE)
+
+    def fail(self, error: BaseException) -> None:
+        """The backward failed: for good, if gradients were exchanged."""
+        exchanged = self.state is State.FLUSHING or (self.state is State.COLLECTING and self._launched > 0)
+        if exchanged:
+            self.error = error
+            self.move(State.FAILED)
+            for bucket in self._order:
+                bucket.abandon()
+        else:
+            self.close()
+
+    def _launch_in_turn(self, op: str) -> None:
+        while self._launched < len(self._order) and not self._order[self._launched].missing:
+            self._launch_next(op)
+
+    def _launch_next(self, op: str) -> None:
+        bucket = self._order[self._launched]
+        self._launched += 1
+        self._launched_complete += not bucket.missing
+        bucket.launched = True
+        self._launch(bucket, op)
+
+    def _launch(self, bucket: Bucket, op: str) -> None:
+        with labelled(self.label):
+            bucket.launch(op, self._reductions)
+
+
+def refuse_other_hooks(parameters: Iterable[TrackedParameter], rank: int) -> None:
+    """Raise if a parameter has a hook of somebody else's besides the engine's."""
+    with bypass_torch_function():
+        hooked = [(member.name, member.parameter._post_accumulate_grad_hooks) for member in parameters]
+    for name, its in hooked:
+        if its and len(its) > 1:
+            raise SherdError(
+                f"rank {rank}: parameter {name!r} has a hook of register_post_accumulate_grad_hook, which would find "
+                f"no gradient: it is on its way to the other ranks; use p.grad after backward(), or p.register_hook "
+                f"for this rank's own gradient"
+            )
+
+
+def hook(member: TrackedParameter, rank: int, arrive: Callable[[TrackedParameter, Tensor], None]) -> None:
+    """Call `arrive` with each gradient that autograd makes of a parameter, taken out of `p.grad`.
+
+    `arrive` is a method, whose object is not kept alive: torch keeps hooks where the garbage collector sees no cycle.
+    """
+    method: Any = weakref.WeakMethod(arrive)
+    tracked = weakref.ref(member)
+    warned = False
+
+    def take(parameter: Tensor) -> None:
+        nonlocal warned
+        gradient, arrived, known = raw_grad(parameter), method(), tracked()
+        if gradient is None or arrived is None or known is None:
+            return
+        set_raw_grad(parameter, None)
+        if gradient.requires_grad:
+            raise SherdError(
+                f"rank {rank}: backward(create_graph=True) on a distributed model would lose the graph of its "
+                f"gradients; take the inner gradient with torch.autograd.grad(..., create_graph=True)"
+            )
+        if gradient.layout is not torch.strided:
+            if not warned:
+                warned = True
+                log.warning(
+                    "the gradient of %r is sparse; it is reduced as a dense one, which takes more memory", known.name
+                )
+            gradient = gradient.to_dense()
+        arrived(known, gradient)
+
+    member.parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]

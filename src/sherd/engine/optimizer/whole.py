@@ -1,0 +1,58 @@
+"""The user's optimizer itself, stepping every parameter on every rank."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from sherd.comm import Communicator
+from sherd.engine.optimizer.elementwise import why_not_elementwise
+from sherd.engine.optimizer.shard import step_unhooked
+
+
+class WholeOptimizer:
+    """The user's optimizer updates every parameter on every rank, from `p.grad`."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._kind = type(optimizer)
+        self.takes_closure = why_not_elementwise(optimizer) is not None
+        """Whether `step` may want the closure more than once, as LBFGS does."""
+        closure = inspect.signature(self._kind.step).parameters.get("closure")
+        self.needs_closure = closure is not None and closure.default is closure.empty
+        """Whether `step` cannot do without one: it wants the loss."""
+
+    def step(self, closure: Any = None) -> Any:
+        return step_unhooked(self._optimizer, self._kind, *(() if closure is None else (closure,)))
+
+    def whole_state(self, comm: Communicator) -> dict[Any, Any]:
+        return dict(self._optimizer.state)
+
+    def state_dict(self, comm: Communicator) -> dict[str, Any]:
+        return self._kind.state_dict(self._optimizer)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._kind.load_state_dict(self._optimizer, dict(state))
+
+    def state_bytes(self) -> int:
+        kept = (
+            value for state in self._optimizer.state.values() if isinstance(state, dict) for value in state.values()
+        )
+        return sum(getattr(value, "nbytes", 0) for value in kept)
+
+    @property
+    def users(self) -> tuple[Optimizer, type[Optimizer]]:
+        """The user's optimizer, and the class that it was made of."""
+        return self._optimizer, self._kind
+
+    def coming(self) -> list[tuple[dict[str, Any], list[Tensor]]]:
+        """By group: the parameters that have no state yet."""
+        state, groups = self._optimizer.state, self._optimizer.param_groups
+        return [(group, [p for p in group["params"] if p.requires_grad and not state.get(p)]) for group in groups]
+
+    def state_entries(self) -> int:
+        return len(self._optimizer.state)

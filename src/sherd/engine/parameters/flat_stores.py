@@ -1,0 +1,158 @@
+"""Stores of which every rank has all parameters: in memory of their own, or flat, bucket behind bucket."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from sherd.comm import Handle
+from sherd.engine.buckets.bucket import Bucket, Values
+from sherd.engine.buckets.memory import carve, numel_by_dtype, with_own_storage
+from sherd.engine.buckets.tracked import TrackedParameter
+from sherd.engine.parameters.store import Members, ParameterStore
+from sherd.layout.entry import dtype_of
+
+
+class ReplicaStore(ParameterStore):
+    """Every rank has all parameters, in memory of their own, and updates all of them itself."""
+
+    owns_memory = False
+    updates_slices = False
+
+    def _make_room(self, buckets: Sequence[Bucket]) -> None:
+        self._before: dict[TrackedParameter, Tensor] = {}
+        self._settle(self._members)
+
+    def take_over(self) -> None:
+        self.from_leader(member.parameter for member in self._members)
+
+    def _settle(self, members: Iterable[TrackedParameter]) -> None:
+        for member in members:
+            member.parameter.data = member.entry.settled(member.parameter.detach())
+
+    def edited(self, suspects: Iterable[TrackedParameter]) -> set[TrackedParameter]:
+        suspects = set(suspects)
+        self._settle(suspects)  # `p.data = x` may have moved them
+        return suspects
+
+    def lend(self, members: Members) -> None:
+        self._before.update({member: member.parameter.detach().clone() for member in members})
+
+    def take_back(self, members: Iterable[TrackedParameter]) -> None:
+        for member in members:
+            member.parameter.detach().copy_(self._before.pop(member))
+
+    def write(self, members: Members) -> None:
+        super().write(members)
+        for member in members:
+            self._before.pop(member, None)
+
+    def _publish(self, buckets: Sequence[Bucket]) -> None:
+        pass
+
+
+class FlatStore(ParameterStore):
+    """Buckets of parameters laid end to end, one allocation per dtype."""
+
+    def _make_room(self, buckets: Sequence[Bucket]) -> None:
+        described = [bucket.described for bucket in buckets]
+        sizes = numel_by_dtype(described, lambda each: each.numel)
+        self._flats = {dtype: self._allocate(size, dtype_of(dtype)) for dtype, size in sizes.items()}
+        for bucket, whole in zip(buckets, carve(self._flats, described, lambda each: each.numel), strict=True):
+            bucket.values = Values(whole, whole.view(self._comm.world, -1)[self._comm.rank])
+            for member in bucket.members:
+                member.original = member.home = home_in(whole, member)
+
+    def take_over(self) -> None:
+        self._fill()
+        self.take_back(self._members)
+
+    def take_back(self, members: Iterable[TrackedParameter]) -> None:
+        for member in members:
+            member.parameter.data = member.home
+
+    def lend(self, members: Members) -> None:
+        for member in members:
+            member.parameter.data = member.home.clone()
+
+    def write(self, members: Members) -> None:
+        if self._comm.rank == 0:
+            for member in members:
+                member.original.copy_(member.parameter.detach())
+        self.from_leader(member.original for member in members)
+        self.take_back(members)
+
+    def edited(self, suspects: Iterable[TrackedParameter]) -> set[TrackedParameter]:
+        suspects = set(suspects)
+        moved = values_of_moved(suspects)
+        for member, value in moved.items():
+            member.home.copy_(value)
+        self.take_back(moved)
+        return suspects
+
+    def bytes(self) -> int:
+        return sum(flat.nbytes for flat in self._flats.values())
+
+    @abstractmethod
+    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor: ...
+
+    @abstractmethod
+    def _fill(self) -> None:
+        """Put rank 0's values into the store."""
+
+    def _copy_in(self) -> None:
+        for member in self._members:
+            member.original.copy_(member.parameter.detach())
+
+
+class PrivateStore(FlatStore):
+    """Every rank has a copy of all parameters; owners' updates are gathered."""
+
+    def _publish(self, buckets: Sequence[Bucket]) -> None:
+        if self._mesh.groups > 1:
+            self._publish_by_rows(buckets)
+        else:
+            values = [bucket.values for bucket in buckets]
+            for handle in [self._comm.all_gather(each.owned, each.whole) for each in values]:
+                handle.wait()
+        self.bump(buckets)
+
+    def _publish_by_rows(self, buckets: Sequence[Bucket]) -> None:
+        """First between groups, where each slice travels once, then inside them; a few buckets at a time."""
+        under_way: deque[Handle] = deque()
+        for bucket in buckets:
+            owned = bucket.values.owned
+            rows = owned.new_empty(self._mesh.groups, owned.numel())
+            self._mesh.spread(owned, rows).wait()
+            under_way.append(self._mesh.gather(rows, bucket.values.whole))
+            if len(under_way) > 2:
+                under_way.popleft().wait()
+        for handle in under_way:
+            handle.wait()
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self._device)
+
+    def _fill(self) -> None:
+        self._copy_in()
+        self.from_leader(self._flats.values())
+
+
+def home_in(whole: Tensor, member: TrackedParameter) -> Tensor:
+    """The place of a member in the memory of its bucket."""
+    flat = whole[member.offset : member.offset + member.entry.numel]
+    return member.entry.shaped(with_own_storage(flat))
+
+
+def moved(members: Iterable[TrackedParameter]) -> list[TrackedParameter]:
+    """Those parameters whose data is another tensor than the store's: `p.data = x`."""
+    return [member for member in members if not member.parameter.is_set_to(member.home)]
+
+
+def values_of_moved(members: Iterable[TrackedParameter]) -> dict[TrackedParameter, Tensor]:
+    """Copies of what they have instead. It may be another one's home: `a.data, b.data = b.data, a.data`."""
+    return {member: member.parameter.detach().clone() for member in moved(members)}

@@ -1,0 +1,145 @@
+"""What a parameter store is: where a rank's parameters live, and how an update by their owners reaches everybody.
+
+A store has room for the model's parameters when it is built. In `take_over` each `parameter.data` becomes a view of the
+store, its `home`, with rank 0's values. A store gives each bucket its `values`: what this rank owns of them is for its
+optimizer shard to update between `acquire()` and `publish()`. Frozen parameters live in the store too, but nobody
+updates them.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from sherd.engine.buckets.bucket import Bucket
+from sherd.engine.buckets.bucket_list import BucketList
+from sherd.engine.buckets.checksum import checksum
+from sherd.engine.buckets.inventory import Inventory
+from sherd.engine.buckets.tracked import TrackedParameter
+from sherd.engine.parameters.mesh import Mesh
+from sherd.errors import SherdError
+
+Members = Sequence[TrackedParameter]
+
+
+class Holding(enum.Enum):
+    """What is being done with the values in a store."""
+
+    HELD = "held"
+    UPDATING = "being updated"
+
+
+class ParameterStore(ABC):
+    """Where parameters live, those that are trained and those that are not."""
+
+    whole = True
+    """Whether this rank can read all of them without the others."""
+    compares_edits = False
+    """Whether an edit must be the same on all ranks before the next update, because they do not each have a copy that
+    is updated by itself."""
+    sees_all_edits = False
+    """Whether `edited` finds them without being told where to look."""
+    owns_memory = True
+    """Whether parameters live in memory of the store's, to which they are put back."""
+    updates_slices = True
+    """Whether a rank updates what it owns, or all of it."""
+
+    def __init__(self, mesh: Mesh, inventory: Inventory, buckets: BucketList) -> None:
+        self._mesh = mesh
+        self._comm = mesh.everyone
+        self._members = inventory.members
+        self._device = inventory.device
+        self.state = Holding.HELD
+        self._make_room(buckets.every)
+
+    @abstractmethod
+    def _make_room(self, buckets: Sequence[Bucket]) -> None:
+        """Allocate what is needed, and give these buckets their values. The parameters keep theirs."""
+
+    @abstractmethod
+    def take_over(self) -> None:
+        """Move the parameters in, with rank 0's values. Collective, once."""
+
+    def acquire(self, buckets: Sequence[Bucket]) -> None:
+        """Wait until nobody reads what is about to be updated."""
+        self._move(Holding.HELD, Holding.UPDATING)
+
+    def publish(self, buckets: Sequence[Bucket]) -> None:
+        """Make everybody's updated slices visible to everybody."""
+        self._publish(buckets)
+        self._move(Holding.UPDATING, Holding.HELD)
+
+    @abstractmethod
+    def _publish(self, buckets: Sequence[Bucket]) -> None: ...
+
+    def abandon(self) -> None:
+        """An update has failed."""
+        self.state = Holding.HELD
+
+    def place(self, member: TrackedParameter) -> object:
+        """Where a parameter is: another value means that it was moved."""
+        return member.parameter.data_ptr()
+
+    def bytes(self) -> int:
+        """Bytes of parameters that this rank allocated; a shared store counts once, on the first rank of a host."""
+        return sum(member.parameter.nbytes for member in self._members)
+
+    def gathered_bytes(self) -> int:
+        """Bytes of buckets that are whole for now only."""
+        return 0
+
+    def write(self, members: Members) -> None:
+        """Take rank 0's values of these parameters for everybody's. Collective."""
+        self.from_leader(member.parameter for member in members)
+
+    def lend(self, members: Members) -> None:
+        """Give this rank copies of these parameters of its own, until `write` or `take_back`."""
+        return  # they are its own
+
+    def take_back(self, members: Iterable[TrackedParameter]) -> None:
+        """Drop the copies that were lent."""
+        return
+
+    def edited(self, suspects: Iterable[TrackedParameter]) -> set[TrackedParameter]:
+        """Which parameters this rank has edited since they were common to all ranks. `suspects` were moved, or have
+        another version or checksum than before."""
+        return set(suspects)
+
+    def digests(self, members: Members) -> list[int]:
+        """Checksums of parameters as this rank has them. Collective where they are gathered."""
+        return [checksum(member.flattened) for member in members]
+
+    def keep_edits(self, members: Members) -> None:
+        """All ranks have made the same edits of these parameters. Collective where `compares_edits`."""
+        return
+
+    def bump(self, buckets: Iterable[Bucket]) -> None:
+        """Tell autograd that the parameters changed: a backward through an older graph must fail as in plain torch."""
+        changed = [member.parameter for bucket in buckets for member in bucket.members]
+        torch.autograd.graph.increment_version(changed)
+
+    def from_leader(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite tensors of this rank with rank 0's."""
+        tensors = list(tensors)
+        for tensor in tensors:
+            unexpand(tensor)
+        for handle in [self._comm.broadcast(tensor.detach()) for tensor in tensors]:
+            handle.wait()
+
+    def _move(self, expected: Holding, to: Holding) -> None:
+        if self.state is not expected:
+            raise SherdError(
+                f"rank {self._comm.rank}: parameters are {self.state.value} and cannot become {to.value}; they must be "
+                f"{expected.value} then"
+            )
+        self.state = to
+
+
+def unexpand(tensor: Tensor) -> None:
+    """Give every element of an expanded tensor memory of its own, so that it can be overwritten."""
+    if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        tensor.data = tensor.detach().contiguous()
