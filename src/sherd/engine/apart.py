@@ -12,7 +12,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 _C: Any = torch._C
 
 
-def unnoticed() -> AbstractContextManager[Any]:
+def bypass_torch_function() -> AbstractContextManager[Any]:
     """What is asked of tensors inside is not known to their classes: being asked costs one that is gathered on use 20
     microseconds, and there are hundreds of questions in a step. Not for their elements, which may not be there."""
     context: AbstractContextManager[Any] = _C.DisableTorchFunctionSubclass()

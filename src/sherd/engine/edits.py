@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sherd.comm import Communicator
-from sherd.engine.apart import unnoticed
+from sherd.engine.apart import bypass_torch_function
 from sherd.engine.checksum import checksum
 from sherd.engine.inventory import Inventory
 from sherd.engine.stores import ParameterStore
@@ -135,7 +135,7 @@ class EditGuard:
 
     def _look(self) -> list[Look]:
         place = self._store.place
-        with unnoticed():
+        with bypass_torch_function():
             return [
                 Look(p._version, place(index), p.stride(), p.dtype, p.shape) for index, p in enumerate(self._parameters)
             ]

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sherd.engine.optimizer_shard import hyper_parameters
-from sherd.engine.own_collectives import no_collectives
 from sherd.engine.probe import BY_CLOSURE, Probe, WhyNot
 from sherd.engine.regimes import RANDOM, SPECIAL
+from sherd.patches.own_collectives import no_collectives
 
 Shapes = Mapping[int, tuple[int, ...]]
 """By number of dimensions."""

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from sherd import observe
 from sherd.comm import Communicator, labelled
 from sherd.config import StepOptions
-from sherd.engine import backward
 from sherd.engine.buffers import BufferSync
 from sherd.engine.choices import Choices, Parameters
 from sherd.engine.editing import Editing
@@ -32,12 +31,14 @@ from sherd.engine.inventory import Inventory
 from sherd.engine.mesh import Mesh
 from sherd.engine.restore import tensors_as_they_are
 from sherd.engine.rounds import Rounds
+from sherd.engine.scaling import recorded
 from sherd.engine.stores import ParameterStore, PrivateStore, ReplicaStore
 from sherd.engine.torn import Torn
 from sherd.engine.trained import Trained
 from sherd.engine.watch import Watch
 from sherd.errors import Diverged, SherdError
 from sherd.layout.shard_layout import ShardLayout
+from sherd.patches import backward
 
 log = logging.getLogger("sherd")
 
@@ -100,6 +101,7 @@ class Engine:
         self.store.from_leader(self.inventory.buffers)
         self._guard.accept()
         self._buffers = BufferSync(self.comm, self.inventory, self._options.sync_buffers)
+        backward.install(recorded)
         backward.listen(self.rounds)
 
     @property

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from sherd.comm import Communicator, Handle, labelled
 from sherd.engine import page_map
-from sherd.engine.apart import unnoticed
+from sherd.engine.apart import bypass_torch_function
 from sherd.engine.checksum import checksum
 from sherd.engine.flat import carve, numel_by_dtype
 from sherd.engine.gathering import Gathering
 from sherd.engine.on_use import gather_on_use
 from sherd.engine.pages import Pages, make_pages
 from sherd.engine.stores import ParameterStore
-from sherd.engine.transforms import watch_transforms
 from sherd.layout.entry import dtype_of
 from sherd.layout.slicing import Bucket
 
@@ -58,7 +57,6 @@ class GatheredStore(ParameterStore):
             pages.release()
         trainable = len(trained.layout.buckets)
         self._changing = list(range(trainable))  # the buckets of which there are slices to update
-        watch_transforms()
         return [self._slice(bucket) for bucket in self._changing]
 
     # ---------------------------------------------------------------- on use
@@ -72,7 +70,7 @@ class GatheredStore(ParameterStore):
 
     def place(self, index: int) -> object:
         parameter = self._parameters[index]
-        with unnoticed():
+        with bypass_torch_function():
             bucket = self.bucket_of(parameter)
             return parameter.data_ptr() if bucket is None else (bucket, parameter.storage_offset())
 
@@ -93,7 +91,7 @@ class GatheredStore(ParameterStore):
     def _write_back(self, bucket: int) -> None:
         """Keep this rank's rows of what it wrote, and remember all of it, to be compared with the other ranks'."""
         self._rows[bucket].copy_(self._mesh.rows(self._pages[bucket].memory))
-        with unnoticed():
+        with bypass_torch_function():
             for index in self._members(bucket):
                 entry = self._trained.inventory.entry(index)
                 self._written[index] = checksum(entry.flattened(self._homes[index]))
@@ -150,7 +148,7 @@ class GatheredStore(ParameterStore):
         self.gathering.refresh()
 
     def _is_moved(self, index: int) -> bool:
-        with unnoticed():
+        with bypass_torch_function():
             return not self._parameters[index].is_set_to(self._homes[index])
 
     def lend(self, indices: Sequence[int]) -> None:

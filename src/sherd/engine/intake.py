@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sherd.engine.parameter import raw_grad, set_raw_grad
 from sherd.engine.trained import Trained
 from sherd.errors import SherdError
+from sherd.patches.grad_property import raw_grad, set_raw_grad
 
 log = logging.getLogger("sherd")
 

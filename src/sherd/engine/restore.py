@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from sherd.data.restore import as_it_is
-from sherd.engine.apart import unnoticed
-from sherd.engine.parameter import raw_grad, set_raw_grad
+from sherd.engine.apart import bypass_torch_function
+from sherd.patches.grad_property import raw_grad, set_raw_grad
 
 
 def tensors_as_they_are(tensors: Iterable[Tensor]) -> Callable[[], None]:
@@ -34,7 +34,7 @@ def _as_it_is(tensor: Any) -> Callable[[], None]:
 
     def restore() -> None:
         own()
-        with unnoticed():
+        with bypass_torch_function():
             if not tensor.is_set_to(data):
                 tensor.data = data
             if not tensor.requires_grad:

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from sherd.comm import Communicator, labelled
 from sherd.config import StepOptions
-from sherd.engine import backward
 from sherd.engine.agreement import Report, agree, agree_on_edits
-from sherd.engine.apart import unnoticed
+from sherd.engine.apart import bypass_torch_function
 from sherd.engine.choices import AccumulateAt, Choices, Gradients
 from sherd.engine.collector import Collector
 from sherd.engine.grad_access import GatheredGrads, GradAccess, NativeGrads
@@ -31,6 +30,7 @@ from sherd.engine.window import Weights, Window
 from sherd.errors import ConfigError, SherdError
 from sherd.layout.entry import dtype_name
 from sherd.layout.shard_layout import ShardLayout
+from sherd.patches import backward
 
 _KINDS: dict[Gradients, type[RingGradients]] = {
     Gradients.REPLICAS: ReplicatedGradients,
@@ -125,7 +125,7 @@ class Rounds:
 
     def begin_round(self) -> None:
         parameters = self._trained.inventory.parameters
-        with unnoticed():
+        with bypass_torch_function():
             unfrozen = [index for index in self._frozen if parameters[index].requires_grad]
         if unfrozen and not self._comm.closed:  # this backward may be that of another model
             self._unfreeze(unfrozen)
@@ -215,7 +215,7 @@ class Rounds:
     def _agree(self, late: Sequence[bool]) -> list[bool]:
         """Tell the other ranks how it went here, and take over how it went everywhere; gives what is late."""
         weights, collector = self._weights, self._collector
-        with unnoticed():
+        with bypass_torch_function():
             trainable = [parameter.requires_grad for parameter in self._trained.parameters]
         report = Report(
             step=self.number,

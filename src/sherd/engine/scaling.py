@@ -1,46 +1,55 @@
-"""Losses that a GradScaler has scaled: what a backward begins at is then not the user's loss.
+"""The losses that backwards begin at, for whoever records them.
 
-`torch.amp.GradScaler.scale` is wrapped once per process, by the first run that is recorded, and marks what it returns
-with the scale. A loss that is made of such a one, as in `(scaler.scale(loss) / 2).backward()`, has no mark: while a
-scaler is in use, what has none is not taken for a loss.
+While a GradScaler is in use, what it has not scaled is not taken for a loss.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sherd.observe import monitor
 from sherd.observe.monitor import RunMonitor
+from sherd.patches.grad_scaler import scale_of
 
-_MARK = "_sherd_scale"
+
+def notice_scaler() -> bool:
+    """A scaler has scaled something; whether anybody records it."""
+    if monitor.current is None:
+        return False
+    monitor.current.scaled = True
+    return True
 
 
-def notice_scalers() -> None:
-    """Have every GradScaler mark what it scales, from now on."""
-    original = torch.amp.GradScaler.scale
-    if hasattr(original, "__sherd__"):
+@contextmanager
+def recorded(roots: Any) -> Iterator[None]:
+    """An outermost backward from these roots runs inside."""
+    run = monitor.current
+    if run is None:
+        yield
         return
-
-    @functools.wraps(original)
-    def scale(self: Any, outputs: Any) -> Any:
-        scaled = original(self, outputs)
-        if monitor.current is not None and self.is_enabled() and isinstance(scaled, Tensor):
-            monitor.current.scaled = True
-            # On an accelerator the scale would have to be waited for, and the loss is not read there anyway.
-            vars(scaled)[_MARK] = self.get_scale() if scaled.device.type == "cpu" else None
-        return scaled
-
-    scale.__sherd__ = True  # type: ignore[attr-defined]
-    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+    run.begin_backward(_unscaled(_losses(roots), run))
+    try:
+        yield
+    finally:
+        run.end_backward()
 
 
-def unscaled(losses: list[Tensor], run: RunMonitor) -> list[float]:
+def _losses(roots: Any) -> list[Tensor]:
+    """What a backward begins at, as far as it is numbers at hand."""
+    if not isinstance(roots, (list, tuple)):
+        roots = (roots,)
+    # On an accelerator a value would have to be waited for; and there are other kinds of roots than tensors.
+    here = (root for root in roots if type(root) is Tensor and root.device.type == "cpu" and root.numel() == 1)
+    return [root for root in here if not root.is_complex()]
+
+
+def _unscaled(losses: list[Tensor], run: RunMonitor) -> list[float]:
     """Their values as they were before a scaler had them, as far as that is known."""
     if not run.scaled:
         return [float(loss.detach()) for loss in losses]
-    scales = [vars(loss).get(_MARK) for loss in losses]
+    scales = [scale_of(loss) for loss in losses]
     return [float(loss.detach()) / scale for loss, scale in zip(losses, scales, strict=True) if scale]

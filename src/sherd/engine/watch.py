@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from sherd.comm import Communicator, labelled
 from sherd.engine.agreement import Agreement
-from sherd.engine.apart import unnoticed
+from sherd.engine.apart import bypass_torch_function
 from sherd.engine.edits import EditGuard
 from sherd.engine.inventory import Inventory
 from sherd.engine.settings import compare_optimizers, hash_of, settings_of
@@ -37,7 +37,7 @@ class Watch:
         """Raise if something was done to the model on this rank that cannot be right."""
         self._torn.refuse("this backward")
         self._guard.check()
-        with unnoticed():
+        with bypass_torch_function():
             hooks: list[Any] = [parameter._post_accumulate_grad_hooks for parameter in self._inventory.parameters]
         for name, its in zip(self._inventory.names, hooks, strict=True):
             if its and len(its) > 1:  # one is the engine's

@@ -6,18 +6,21 @@ leaf in C++ and never asks Python for it.
 
 from __future__ import annotations
 
-import io
 import sys
 import weakref
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from sherd.patches import parameter_new
+
+RELIES_ON = {
+    "torch:Tensor.grad": None,
+    "torch.nn:Module.zero_grad": "self set_to_none",
+}
 _RAW: Any = torch.Tensor.grad
 _MODULE_ZERO_GRAD = nn.Module.zero_grad.__code__
-_PARAMETER_NEW: Any = nn.Parameter.__new__
 _ANY = torch.empty(0)
 _NOBODY: Any = (lambda: None, 0)
 
@@ -43,8 +46,16 @@ def set_raw_grad(parameter: Tensor, gradient: Tensor | None) -> None:
     _RAW.__set__(parameter, gradient)
 
 
-class Copied(Tensor):
-    """A tensor that cannot become the data of a parameter as it is: its memory comes and goes."""
+def install(parameter: nn.Parameter, source: GradientSource, entry: int) -> None:
+    """Make `source` the one that knows the gradient of `parameter`."""
+    if not isinstance(parameter, ShardedParameter):
+        parameter_new.install()
+        parameter.__class__ = ShardedParameter
+    parameter.__dict__["_sherd"] = (weakref.ref(source), entry)
+
+
+def uninstall() -> None:
+    """Nothing of torch's was replaced: parameters keep their class."""
 
 
 class ShardedParameter(nn.Parameter):
@@ -71,6 +82,10 @@ class ShardedParameter(nn.Parameter):
         else:
             owner.write_grad(entry, gradient)
 
+    def plain_data(self) -> Tensor:
+        """What a parameter that is made of this one takes."""
+        return self.detach()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copy = memo.get(id(self))
         if copy is None:
@@ -80,38 +95,3 @@ class ShardedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: Any = nn.Parameter(self.detach().clone(), self.requires_grad)
         return plain.__reduce_ex__(protocol)
-
-
-def _construct(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-    """`nn.Parameter(data)`, for which torch wants the class of `data.detach()` to be that of `data`."""
-    if isinstance(data, ShardedParameter):
-        data = data.detach()
-    if isinstance(data, Copied):
-        data = data.clone()
-    return _PARAMETER_NEW(cls, data, requires_grad)
-
-
-def by_value(parameter: Tensor) -> Any:
-    """How it is sent to another process: torch would send a handle to memory that is gone before it arrives."""
-    buffer = io.BytesIO()
-    torch.save(parameter.detach(), buffer)
-    return _rebuild, (buffer.getvalue(), parameter.requires_grad)
-
-
-def _rebuild(data: bytes, requires_grad: bool) -> nn.Parameter:
-    return nn.Parameter(torch.load(io.BytesIO(data)), requires_grad)
-
-
-def adopt(parameter: nn.Parameter, source: GradientSource, entry: int) -> None:
-    """Make `source` the one that knows the gradient of `parameter`."""
-    if not isinstance(parameter, ShardedParameter):
-        become(parameter, ShardedParameter)
-    parameter.__dict__["_sherd"] = (weakref.ref(source), entry)
-
-
-def become(parameter: nn.Parameter, kind: type[ShardedParameter]) -> None:
-    """Change the class of a parameter."""
-    if nn.Parameter.__new__ is not _construct:
-        nn.Parameter.__new__ = staticmethod(_construct)  # type: ignore[method-assign]
-    ForkingPickler.register(kind, by_value)
-    parameter.__class__ = kind

@@ -1,0 +1,117 @@
+"""Tensors whose memory is there only while it is used: the user's own parameters, and views of them.
+
+Their classes are changed in place, and every call of torch that gets one is handed to `dispatch`. The transforms of
+torch.func wrap tensors in C++, where nobody can tell what is read: what they wrap is pinned.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch._functorch.eager_transforms
+import torch._functorch.vmap
+from torch import Tensor, nn
+
+from sherd.patches import parameter_new
+from sherd.patches.grad_property import ShardedParameter
+from sherd.patches.replacing import Replacements
+
+RELIES_ON = {
+    "torch:Tensor.__torch_function__": "func types args kwargs",
+    "torch._functorch.eager_transforms:_wrap_for_grad": None,
+    "torch._functorch.vmap:_add_batch_dim": None,
+    "torch._C:DisableTorchFunctionSubclass": None,
+    "torch._C:_autograd._push_saved_tensors_default_hooks": None,
+    "torch._C:_autograd._pop_saved_tensors_default_hooks": None,
+    "torch._C:_autograd._top_saved_tensors_default_hooks": None,
+    "torch._C:_autograd._saved_tensors_hooks_is_enabled": None,
+    "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack": "",
+    "torch._C:_functorch.peek_interpreter_stack": None,
+    "torch._C:_get_tracing_state": None,
+    "torch._C:_set_tracing_state": None,
+}
+_TRANSFORMS: tuple[tuple[Any, str], ...] = (
+    (torch._functorch.eager_transforms, "_wrap_for_grad"),
+    (torch._functorch.vmap, "_add_batch_dim"),
+)
+_STORE = "_sherd_store"
+_replacements = Replacements()
+
+Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+_dispatch: Dispatch
+
+
+class GatheredView(Tensor):
+    """A tensor in the memory of a store."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    def plain_data(self) -> Tensor:
+        """A copy: this memory comes and goes."""
+        return self.clone()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy = memo.get(id(self))
+        if copy is None:
+            copy = memo[id(self)] = self.detach().clone()
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain: Any = self.detach().clone()
+        return plain.__reduce_ex__(protocol)
+
+
+class GatheredParameter(ShardedParameter):
+    """A parameter in the memory of a store."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    def plain_data(self) -> Tensor:
+        """A copy: this memory comes and goes."""
+        return self.detach().clone()
+
+
+def install(dispatch: Dispatch, pin: Callable[[Any], None]) -> None:
+    """Hand calls to `dispatch`, and what a transform wraps to `pin`."""
+    global _dispatch
+    _dispatch = dispatch
+    for module, name in _TRANSFORMS:
+        _replacements.replace(module, name, functools.partial(_watched, pin))
+
+
+def uninstall() -> None:
+    """Give torch its own back."""
+    _replacements.restore()
+
+
+def gather_on_use(parameter: nn.Parameter, store: Any) -> None:
+    """Make a parameter whose data lies in `store` one that is gathered on use."""
+    parameter_new.install()
+    parameter.__class__ = GatheredParameter
+    parameter.__dict__[_STORE] = store  # which lives as long as somebody can touch it
+
+
+def mark_view(tensor: Tensor, store: Any) -> None:
+    """Make a tensor that lies in `store` a view."""
+    tensor.__class__ = GatheredView
+    tensor.__dict__[_STORE] = store
+
+
+def store_of(tensor: Tensor) -> Any:
+    """The store in which such a tensor lies."""
+    return tensor.__dict__[_STORE]
+
+
+def _watched(pin: Callable[[Any], None], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrap(tensor: Any, *details: Any) -> Any:
+        pin(tensor)
+        return original(tensor, *details)
+
+    return wrap
