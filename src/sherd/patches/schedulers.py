@@ -19,7 +19,6 @@ from sherd.patches.replacing import Replacements
 RELIES_ON = {
     "torch.optim.lr_scheduler:LRScheduler.step": "self epoch",
     "torch.optim.lr_scheduler:LRScheduler._initial_step": "self",  # sets `_is_initial`
-    "torch.optim.lr_scheduler:_initial_mode": "scheduler",
 }
 _replacements = Replacements()
 _is_inside: Callable[[Optimizer], bool]

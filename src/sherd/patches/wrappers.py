@@ -20,7 +20,7 @@ RELIES_ON = {
     "torch.nn.parallel:DistributedDataParallel.__init__": "self module ...",
     "torch.distributed.fsdp:FullyShardedDataParallel.__init__": "self module ...",
     "torch.distributed.fsdp._fully_shard._fully_shard:_validate_module": "module func_name",
-    "torch.distributed._composable.replicate_with_fsdp:_validate_module": "module func_name",
+    "torch.distributed._composable.replicate_with_fsdp:_validate_module": "module",
 }
 _FSDP = "torch.distributed.fsdp"
 _FULLY_SHARD: tuple[tuple[str, str, str], ...] = (
