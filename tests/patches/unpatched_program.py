@@ -25,8 +25,11 @@ MODULES = (
     *("multiprocessing", "multiprocessing.reduction", "pickle", "copyreg", "copy", "builtins", "sys", "os", "gc"),
     *("signal", "atexit", "importlib", "threading"),
 )
-EVERYBODYS = ("sys.modules", "sys.path_importer_cache", "RemovableHandle.next_id", "__warningregistry__", "_abc_impl")
-"""Every import, hook or warning changes these."""
+EVERYBODYS = (
+    *("sys.modules", "sys.path_importer_cache", "RemovableHandle.next_id", "__warningregistry__", "_abc_impl"),
+    *("threading._active", "threading._limbo"),
+)
+"""Every import, hook, warning or thread changes these."""
 REPLACED = (
     *("torch.autograd.backward", "torch.nn.Module.load_state_dict", "torch.nn.Module.state_dict"),
     *("torch.nn.parallel.DistributedDataParallel.__init__", "torch.nn.parallel.DataParallel.__init__"),
