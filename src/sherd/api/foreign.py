@@ -18,13 +18,12 @@ from sherd.api.membership import find_engine
 from sherd.api.training import find_training
 from sherd.engine.choices import Parameters
 from sherd.errors import ConfigError
-from sherd.patches import foreign_steps, wrappers
+from sherd.patches import foreign
 
 
 def refuse_foreign() -> None:
     """Look at every `step()` of this process, and at what wrappers are put around, from now on."""
-    foreign_steps.install(_check_step)
-    wrappers.install(_check_wrapped)
+    foreign.install(_check_wrapped, _check_step)
 
 
 def _check_step(optimizer: Optimizer) -> None:

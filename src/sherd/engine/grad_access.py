@@ -21,8 +21,7 @@ from sherd.engine.gradients import RingGradients
 from sherd.engine.trained import Trained
 from sherd.engine.whole_gradients import WholeGradients
 from sherd.errors import SherdError
-from sherd.patches import grad_property
-from sherd.patches.grad_property import raw_grad, set_raw_grad
+from sherd.patches.gathered import raw_grad, set_raw_grad, shard_grad
 
 _ALONE = "Under ZeRO p.grad is gathered from all ranks: read or set it on every rank"
 
@@ -197,7 +196,7 @@ class GatheredGrads(GradAccess):
 
     def grow(self) -> None:
         for entry in range(len(self.used), len(self._parameters)):
-            grad_property.install(self._parameters[entry], self, entry)
+            shard_grad(self._parameters[entry], self, entry)
         super().grow()
 
     def hide(self) -> list[int]:

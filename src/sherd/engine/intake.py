@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sherd.engine.trained import Trained
 from sherd.errors import SherdError
-from sherd.patches.grad_property import raw_grad, set_raw_grad
+from sherd.patches.gathered import raw_grad, set_raw_grad
 
 log = logging.getLogger("sherd")
 

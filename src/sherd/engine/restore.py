@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sherd.data.restore import as_it_is
 from sherd.engine.apart import bypass_torch_function
-from sherd.patches.grad_property import raw_grad, set_raw_grad
+from sherd.patches.gathered import raw_grad, set_raw_grad
 
 
 def tensors_as_they_are(tensors: Iterable[Tensor]) -> Callable[[], None]:

@@ -16,10 +16,10 @@ from typing import Any
 
 PATCHES = (
     *("backend_import", "heap"),  # the process
-    *("module_state", "batch_norm", "wrappers"),  # modules
-    *("parameter_new", "grad_property", "gathered", "pickling"),  # parameters
+    *("module_state", "batch_norm"),  # modules
+    *("gathered", "pickling"),  # parameters
     *("backward", "grad_scaler"),  # gradients
-    *("optimizer_object", "foreign_steps", "own_collectives", "schedulers"),  # steps
+    *("optimizer_object", "foreign", "own_collectives", "schedulers"),  # steps
     "loader_object",  # data
 )
 """In the order in which docs/patches.md lists them."""

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from sherd.patches.class_swap import subclass, swap_class
+from sherd.patches.replacing import subclass, swap_class
 
 RELIES_ON = {
     "torch.utils.data:DataLoader.__iter__": "self",  # keeps a persistent iterator as `_iterator`

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sherd.patches.class_swap import subclass, swap_class
+from sherd.patches.replacing import subclass, swap_class
 
 RELIES_ON = {
     "torch.optim:Optimizer.step": "self closure",

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
 
-from sherd.patches.gathered import GatheredParameter, GatheredView
-from sherd.patches.grad_property import ShardedParameter
+from sherd.patches.gathered import GatheredParameter, GatheredView, ShardedParameter
 
 RELIES_ON = {
     "multiprocessing.reduction:ForkingPickler.register": "type reduce",

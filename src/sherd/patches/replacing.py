@@ -1,7 +1,8 @@
-"""How attributes of torch's are replaced, and put back."""
+"""How attributes of torch's are replaced and put back, and how objects of the user's get methods of ours."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,3 +57,20 @@ class Replacements:
 def _function(attribute: Any) -> Any:
     """What a static or class method is made of."""
     return getattr(attribute, "__func__", attribute)
+
+
+def swap_class(thing: Any, methods: Any) -> None:
+    """Put `methods` before those of the class of `thing`.
+
+    Its class is exchanged for a subclass of the same name, so that it stays the object that everybody holds, and
+    `isinstance` still says what it is.
+    """
+    kind: Any = type(thing)
+    thing.__class__ = subclass(methods, kind)
+
+
+@functools.cache
+def subclass(methods: Any, kind: Any) -> Any:
+    """`kind` with other methods, under its own name."""
+    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (methods, kind), own)

@@ -1,4 +1,4 @@
-"""Torch's own wrappers of a model, which look at it before anything is done to it.
+"""Torch's own wrappers of a model and the steps of all optimizers, which say what they are about to touch.
 
 FSDP takes seconds to import, so that is left to who wants it: one that is imported after the last `install` is not
 wrapped.
@@ -12,10 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from sherd.patches.replacing import Replacements
 
 RELIES_ON = {
+    "torch.optim.optimizer:register_optimizer_step_pre_hook": "hook",
     "torch.nn.parallel:DataParallel.__init__": "self module device_ids output_device dim",
     "torch.nn.parallel:DistributedDataParallel.__init__": "self module ...",
     "torch.distributed.fsdp:FullyShardedDataParallel.__init__": "self module ...",
@@ -33,18 +37,23 @@ by its name, so that it is too late to replace that."""
 Look = Callable[[Any, str], None]
 """look(module, wrapper): a wrapper of that name is about to be put around `module`."""
 _replacements = Replacements()
+_hooks: list[RemovableHandle] = []
 
 
-def install(look: Look) -> None:
-    """Have `look` called by every wrapper that exists."""
+def install(look: Look, look_at_step: Callable[[Optimizer], None]) -> None:
+    """Have `look` called by every wrapper that exists, and `look_at_step` before the step of any optimizer."""
     for place, name, position, wrapper in _wrappers():
         if hasattr(place, name):
             _replacements.replace(place, name, functools.partial(_guarded, look, position, wrapper))
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(lambda optimizer, *_: look_at_step(optimizer)))
 
 
 def uninstall() -> None:
     """Give torch its own back."""
     _replacements.restore()
+    while _hooks:
+        _hooks.pop().remove()
 
 
 def _wrappers() -> Iterator[tuple[Any, str, int, str]]:
