@@ -20,8 +20,8 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 import sherd
 from sherd import CommOptions
-from sherd.comm.backend import heap
 from sherd.errors import ConfigError, Unsupported
+from sherd.patches import heap
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 SHAPES = ((1,), (7, 6), (3, 0), (40_001,))
@@ -435,10 +435,10 @@ def limits_raised(monkeypatch, **environment):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    heap._keep_freed_memory.cache_clear()
-    heap.keep_freed_memory_if_asked()
-    heap._keep_freed_memory.cache_clear()
-    return len(calls)
+    heap.install()
+    raised = len(calls)
+    heap.uninstall()
+    return raised
 
 
 def test_the_heap_of_the_process_is_left_alone_unless_asked_for(monkeypatch):

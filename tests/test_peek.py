@@ -14,9 +14,9 @@ import torch
 from tests.comm_reference import reduced, tensor_of
 
 from sherd import CommOptions, comm
-from sherd.comm.backend import heap
 from sherd.comm.host import peek
 from sherd.errors import PeerLost, SherdError
+from sherd.patches import heap
 from sherd.testing import run_ranks
 
 LARGE = 3 * (1 << 20)  # elements; contributions and slices of them are more than the ring of chunks holds
@@ -123,8 +123,8 @@ def test_memory_that_cannot_be_read_is_an_error():
 
 _FAULTS = """
 import resource, torch
-from sherd.comm.backend import heap
-heap.keep_freed_memory_if_asked()
+from sherd.patches import heap
+heap.install()
 def step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     held = [torch.ones(3_000_000) for _ in range(8)]
@@ -141,7 +141,7 @@ ASKED = {"SHERD_KEEP_FREED_MEMORY": "1"}
 def test_freed_memory_is_nobodys_business_unless_asked(monkeypatch):
     monkeypatch.delenv("SHERD_KEEP_FREED_MEMORY", raising=False)
     monkeypatch.setattr(heap, "_keep_freed_memory", lambda: pytest.fail("nobody has asked"))
-    heap.keep_freed_memory_if_asked()
+    heap.install()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from sherd.errors import (
     TimedOut,
     Unsupported,
 )
-from sherd.registration import register as _register
+from sherd.patches import backend_import as _backend_import
 
 if TYPE_CHECKING:
     from sherd import comm, observe
@@ -114,4 +114,4 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-_register()
+_backend_import.install("sherd.comm.backend")

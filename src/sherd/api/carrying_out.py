@@ -6,22 +6,24 @@ has said that it refuses nothing, so that no other rank's values are overwritten
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 
+from torch.optim import Optimizer
+
 from sherd import data, observe
-from sherd.api import optimizer as optimizers
-from sherd.api.foreign import refuse_foreign_steps
+from sherd.api.foreign import refuse_foreign
 from sherd.api.membership import enrol
 from sherd.api.plan import Plan
 from sherd.api.recording import record
-from sherd.api.schedulers import guard_schedulers
 from sherd.api.together import together
-from sherd.api.training import Training
-from sherd.api.wrappers import refuse_wrappers
+from sherd.api.training import Training, find_training, training_of
 from sherd.comm import Communicator
+from sherd.data.restore import as_it_is
 from sherd.engine.assembly import assemble
 from sherd.engine.engine import Engine
 from sherd.engine.modules.sync_batch_norm import share_statistics
+from sherd.patches import optimizer_object, schedulers
 
 
 def carry_out(plan: Plan, comm: Communicator, undo: ExitStack) -> None:
@@ -37,10 +39,10 @@ def carry_out(plan: Plan, comm: Communicator, undo: ExitStack) -> None:
 def _prepare(plan: Plan, comm: Communicator, undo: ExitStack) -> Engine:
     """Everything but the parameters' values."""
     if plan.optimizer is not None:
-        undo.callback(optimizers.as_it_is(plan.optimizer))
+        undo.callback(_as_it_is(plan.optimizer))
     engine = assemble(comm, plan.inventory, plan.choices, plan.options, plan.optimizer, undo)
     if plan.optimizer is not None:
-        optimizers.adopt(plan.optimizer)
+        optimizer_object.install(plan.optimizer, training_of)
     training = Training(engine, plan.strategy, plan.choices)
     for thing in (*plan.models, plan.optimizer):
         if thing is not None:
@@ -50,8 +52,28 @@ def _prepare(plan: Plan, comm: Communicator, undo: ExitStack) -> Engine:
     share_statistics(plan.model, engine, undo)
     for index, sharding in enumerate(plan.shardings):
         sharding.apply(undo, trains=index == 0)
-    refuse_foreign_steps()
-    refuse_wrappers()
+    refuse_foreign()
     if plan.options.accumulate > 1:
-        guard_schedulers()
+        schedulers.install(_is_inside_a_window)
     return engine
+
+
+def _as_it_is(optimizer: Optimizer) -> Callable[[], None]:
+    """Gives `optimizer` back the class, the attributes, the groups and the state that it has now."""
+    own, state = as_it_is(optimizer), dict(optimizer.state)
+    groups = [dict(group) for group in optimizer.param_groups]
+
+    def restore() -> None:
+        own()
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(before)
+
+    return restore
+
+
+def _is_inside_a_window(optimizer: Optimizer) -> bool:
+    training = find_training(optimizer)
+    return training is not None and training.engine.window.open

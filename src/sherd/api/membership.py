@@ -1,16 +1,13 @@
 """Which modules are distributed, and what that changes about loading into them and saving them.
 
 `load_state_dict` of a module that is, contains or is a part of a distributed model takes rank 0's values, wherever the
-parameters live. Torch has no hook for that which copies and pickles of the module would not carry along, so the method
-is wrapped once per process and asks which engine a module belongs to. So is `state_dict`, which gives copies of
-parameters that no rank has whole; all ranks must call it then.
+parameters live. `state_dict` gives copies of parameters that no rank has whole; all ranks must call it then.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,6 +19,7 @@ from sherd.comm import labelled
 from sherd.engine.engine import Engine
 from sherd.engine.parameters.gathered.on_use import plain_copies
 from sherd.errors import ConfigError
+from sherd.patches import module_state, pickling
 
 _engines: MutableMapping[nn.Module | nn.Parameter, weakref.ref[Engine]] = WeakIdKeyDictionary()
 
@@ -36,9 +34,8 @@ def enrol(model: nn.Module, engine: Engine, undo: ExitStack) -> None:
     for member in members:
         undo.callback(_engines.pop, member, None)
         _engines[member] = weakref.ref(engine)
-    if not hasattr(nn.Module.load_state_dict, "__sherd__"):
-        _wrap_loading()
-        _wrap_saving()
+    module_state.install(_load, _save)
+    pickling.install(_lives_in_ours)
 
 
 def engine_of(module: nn.Module) -> Engine:
@@ -67,51 +64,44 @@ def _engines_of(module: nn.Module) -> list[Engine]:
     return list({id(engine): engine for engine in map(find_engine, module.modules()) if engine is not None}.values())
 
 
-def _wrap_loading() -> None:
-    original = nn.Module.load_state_dict
-
-    @functools.wraps(original)
-    def load_state_dict(self: nn.Module, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        engines = _engines_of(self)
-        if engines and assign:
-            raise ConfigError(
-                "load_state_dict(assign=True) would put other tensors in the place of those that the ranks train; "
-                "write load_state_dict(state)"
-            )
-        with ExitStack() as edits:
-            for engine in engines:
-                edits.enter_context(engine.unchanged.editing(self, compare=False))
-            found = original(self, state_dict, strict, assign)
-        if engines:
-            missing = set(found.missing_keys)
-            named = self.named_parameters(remove_duplicate=False)
-            loaded = [parameter for name, parameter in named if name not in missing]
-            for engine in engines:
-                engine.loaded(loaded)
-        return found
-
-    load_state_dict.__sherd__ = True  # type: ignore[attr-defined]
-    nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
+def _lives_in_ours(parameter: nn.Parameter) -> bool:
+    """Whether its memory is the engine's."""
+    engine = find_engine(parameter)
+    return engine is not None and engine.store.owns_memory
 
 
-def _wrap_saving() -> None:
-    original = nn.Module.state_dict
-
-    @functools.wraps(original)
-    def state_dict(self: nn.Module, *args: Any, **options: Any) -> Any:
-        whole = not args and "destination" not in options  # else it is a part of another call
-        engines = _engines_of(self) if whole else []
+def _load(module: nn.Module, assign: bool, original: Callable[[], Any]) -> Any:
+    """What `module.load_state_dict(...)` does."""
+    engines = _engines_of(module)
+    if engines and assign:
+        raise ConfigError(
+            "load_state_dict(assign=True) would put other tensors in the place of those that the ranks train; "
+            "write load_state_dict(state)"
+        )
+    with ExitStack() as edits:
         for engine in engines:
-            engine.torn.refuse("model.state_dict()")
-        state = original(self, *args, **options)
+            edits.enter_context(engine.unchanged.editing(module, compare=False))
+        found = original()
+    if engines:
+        missing = set(found.missing_keys)
+        named = module.named_parameters(remove_duplicate=False)
+        loaded = [parameter for name, parameter in named if name not in missing]
         for engine in engines:
-            if not engine.store.whole:
-                with labelled(f"state_dict() after step {engine.steps}", _ALONE):
-                    # Or a rank alone might find the others where they gather the same, or in a barrier.
-                    with engine.comm.counters.agreeing():
-                        engine.comm.all_gather(torch.zeros(1), what="state_dict()").wait()
-                    plain_copies(state)
-        return state
+            engine.loaded(loaded)
+    return found
 
-    state_dict.__sherd__ = True  # type: ignore[attr-defined]
-    nn.Module.state_dict = state_dict  # type: ignore[method-assign]
+
+def _save(module: nn.Module, original: Callable[[], Any]) -> Any:
+    """What `module.state_dict()` does."""
+    engines = _engines_of(module)
+    for engine in engines:
+        engine.torn.refuse("model.state_dict()")
+    state = original()
+    for engine in engines:
+        if not engine.store.whole:
+            with labelled(f"state_dict() after step {engine.steps}", _ALONE):
+                # Or a rank alone might find the others where they gather the same, or in a barrier.
+                with engine.comm.counters.agreeing():
+                    engine.comm.all_gather(torch.zeros(1), what="state_dict()").wait()
+                plain_copies(state)
+    return state

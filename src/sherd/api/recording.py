@@ -19,14 +19,15 @@ from torch.optim import Optimizer
 from sherd import observe
 from sherd.api.layers import LayerMeter
 from sherd.api.plan import Plan
+from sherd.api.roots import notice_scaler, recorded
 from sherd.api.training import Closure, Training, training_of
 from sherd.comm import Communicator
 from sherd.comm.handle import time_waits
 from sherd.config import Options, flag_from_env
-from sherd.engine.scaling import notice_scalers
 from sherd.observe import monitor
 from sherd.observe.monitor import RunMonitor, Tally
 from sherd.observe.process import Resident, command, machine
+from sherd.patches import backward, grad_scaler
 
 RECOUNT_SECONDS = 30.0
 """How often all tensors of parameters and state are asked for their sizes, though nothing seems to have changed."""
@@ -40,7 +41,8 @@ def record(plan: Plan, comm: Communicator) -> None:
     if run.steps:
         run = observe.begin_anew()
     time_waits()
-    notice_scalers()
+    grad_scaler.install(notice_scaler)
+    backward.record_with(recorded)
     run.grad_enabled = torch.is_grad_enabled
     run.loads |= bool(plan.shardings)
     run.clock.follow_this_thread()

@@ -1,110 +1,94 @@
-"""The user's loader object, led along a way of sharding.
-
-Its class is exchanged for a subclass of its own class with the same name, and so is that of each iterator it makes.
-What loads, collates, pins and prefetches stays torch's own: it reads other indices, and a batch comes with its share
-and its number of samples.
-"""
+"""A loader that is led along a way of sharding: a batch comes with its share and its number of samples."""
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from sherd.data import share
-from sherd.data.way import Turn, Way
+from sherd.data.way import Way
 from sherd.observe import monitor
-
-_TRAINS = "_sherd_trains"
-_WAY = "_sherd_way"
-_SEEDING = "_sherd_seeding"
-_TURN = "_sherd_turn"
-_PASS = "_sherd_pass"  # a weak reference
-_HELD = "_sherd_held"  # the same pass, unless a loop holds it
+from sherd.patches import loader_object
 
 
-class Counted(DataLoader[Any]):
-    """The methods that a loader has instead of its own where its batches are to be counted."""
+def lead(loader: DataLoader[Any], way: Way, trains: bool, alone: bool) -> None:
+    """Lead `loader` along `way`; `trains` says whether its batches are those of the steps.
 
-    @property
-    def _index_sampler(self) -> Any:
-        return way_of(self).indices(super()._index_sampler, self.num_workers * (self.prefetch_factor or 0))
-
-    def __iter__(self) -> Any:
-        iterator: Any = super().__iter__()
-        persists = iterator is self._iterator
-        return Lent(iterator) if persists else iterator
-
-    def _get_iterator(self) -> _BaseDataLoaderIter:
-        iterator = super()._get_iterator()
-        kind: Any = type(iterator)
-        iterator.__class__ = _subclass(CountedIterator, kind)
-        _begin(iterator, self)
-        return iterator
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is a plain loader of the user's class."""
-        reduced: Any = super().__reduce_ex__(max(protocol, 2))
-        _, (_, *arguments), state, *rest = reduced
-        if isinstance(state, dict):
-            ours = (_WAY, _TRAINS)
-            state = {name: value for name, value in state.items() if name not in ours} | {"_iterator": None}
-        return _plain, (type(self).__bases__[1], *arguments), state, *rest
+    `alone`, in a world of one, nothing is sharded, and workers keep their seeds.
+    """
+    loader_object.install(loader, Guide(way, trains), sharded=not alone)
 
 
-class Sharded(Counted):
-    """The same where they are to be sharded too."""
+def is_counted(loader: Any) -> bool:
+    """Whether it was distributed."""
+    return loader_object.guide_of(loader) is not None
 
-    def _get_iterator(self) -> _BaseDataLoaderIter:
-        vars(self)[_SEEDING] = True
-        try:
-            return super()._get_iterator()
-        finally:
-            del vars(self)[_SEEDING]
 
-    @property
-    def generator(self) -> Any:
-        """The user's. An iterator that is being made gets another one, as it draws the seed of its workers from it."""
-        own = vars(self)["generator"]
-        if _SEEDING not in vars(self):
-            return own
-        drawn = int(torch.empty((), dtype=torch.int64).random_(generator=own))
-        return torch.Generator().manual_seed(way_of(self).seed(drawn))
+def trains(loader: Any) -> bool:
+    """Whether it is a loader whose batches are those of the steps."""
+    guide: Guide | None = loader_object.guide_of(loader)
+    return guide is not None and guide.trains
 
-    @generator.setter
-    def generator(self, generator: Any) -> None:
-        vars(self)["generator"] = generator
+
+class Guide:
+    """Leads one loader."""
+
+    def __init__(self, way: Way, trains: bool) -> None:
+        self.way = way
+        self.trains = trains
+
+    def wrap(self, iterator: Any, loader: Any) -> CountedIterator:
+        return CountedIterator(iterator, loader, self)
+
+    def lend(self, wrapped: CountedIterator) -> Lent:
+        return Lent(wrapped)
+
+
+class _Forwarding:
+    """Has whatever another iterator has."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._inner = iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
 
     def __len__(self) -> int:
-        return way_of(self).length(super().__len__())
+        return len(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":  # of a copy that has nothing yet
+            raise AttributeError(name)
+        return getattr(self._inner, name)
 
 
-class CountedIterator(_BaseDataLoaderIter):
-    """The methods that such a loader's iterator has instead of its own."""
+class CountedIterator(_Forwarding):
+    """An iterator of torch's whose batches are counted."""
+
+    def __init__(self, iterator: Any, loader: Any, guide: Guide) -> None:
+        super().__init__(iterator)
+        self._guide = guide
+        self._begin(loader)
 
     def __next__(self) -> Any:
         run, counted = monitor.current, None
         if run is None:
             return self._take()[0]
-        trains = vars(self)[_TRAINS]
-        run.begin_batch(trains)
+        run.begin_batch(self._guide.trains)
         try:
             batch, counted = self._take()
         finally:
-            run.end_batch(trains, counted)
+            run.end_batch(self._guide.trains, counted)
         return batch
 
     def _take(self) -> tuple[Any, int]:
         """The next batch, and how many of its samples count: none if they are only repeated."""
-        turn: Turn = vars(self)[_TURN]
-        held: share.Pass | None = vars(self)[_PASS]()
+        held = self._pass()
         try:
-            batch, counts, samples = turn.take(super().__next__)
+            batch, counts, samples = self._turn.take(self._inner.__next__)
         except BaseException:
             if held is not None:
                 held.ends()
@@ -115,74 +99,25 @@ class CountedIterator(_BaseDataLoaderIter):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Persistent workers begin another epoch."""
-        before: share.Pass | None = vars(self)[_PASS]()
+        before = self._pass()
         if before is not None:
             before.ends()
-        super()._reset(loader, first_iter)
-        _begin(self, loader)
+        self._inner._reset(loader, first_iter)
+        self._begin(loader)
+
+    def _begin(self, loader: Any) -> None:
+        self._turn = self._guide.way.turn(self._inner._sampler_iter)
+        self.held: share.Pass | None = share.Pass(loader)  # unless a loop holds it
+        self._pass = weakref.ref(self.held)
 
 
-class Lent:
+class Lent(_Forwarding):
     """An iterator with persistent workers, as a loop gets it. The loader keeps the iterator itself, so only this one
     tells when the loop was left."""
 
-    def __init__(self, iterator: _BaseDataLoaderIter) -> None:
-        self._iterator = iterator
-        self._held = vars(iterator).pop(_HELD, None)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
+    def __init__(self, iterator: CountedIterator) -> None:
+        super().__init__(iterator)
+        self._held, iterator.held = iterator.held, None
 
     def __next__(self) -> Any:
-        return next(self._iterator)
-
-    def __len__(self) -> int:
-        return len(self._iterator)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
-
-
-def adopt(loader: DataLoader[Any], way: Way, trains: bool, alone: bool) -> None:
-    """Lead `loader` along `way`; `trains` says whether its batches are those of the steps.
-
-    `alone`, in a world of one, nothing is sharded, and workers keep their seeds.
-    """
-    vars(loader)[_WAY] = way
-    vars(loader)[_TRAINS] = trains
-    loader._iterator = None  # persistent workers of a plain epoch read the plain order
-    kind: Any = type(loader)
-    loader.__class__ = _subclass(Counted if alone else Sharded, kind)
-
-
-def way_of(loader: Any) -> Way:
-    """How a loader is led."""
-    way: Way = vars(loader)[_WAY]
-    return way
-
-
-def is_counted(loader: Any) -> bool:
-    """Whether it was distributed."""
-    return isinstance(loader, Counted)
-
-
-def trains(loader: Any) -> bool:
-    """Whether it is a loader whose batches are those of the steps."""
-    return bool(getattr(loader, "__dict__", {}).get(_TRAINS))
-
-
-def _begin(iterator: _BaseDataLoaderIter, loader: Any) -> None:
-    vars(iterator)[_TURN] = way_of(loader).turn(iterator._sampler_iter)
-    vars(iterator)[_TRAINS] = vars(loader)[_TRAINS]
-    vars(iterator)[_HELD] = held = share.Pass(loader)
-    vars(iterator)[_PASS] = weakref.ref(held)
-
-
-def _plain(kind: Any, *arguments: Any) -> Any:
-    return kind.__new__(kind, *arguments)
-
-
-@functools.cache
-def _subclass(methods: Any, kind: Any) -> Any:
-    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (methods, kind), own)
+        return next(self._inner)

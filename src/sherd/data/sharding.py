@@ -19,7 +19,7 @@ from sherd.comm import Communicator
 from sherd.config import LoaderOptions
 from sherd.data.alone import Alone
 from sherd.data.iterable import Agreeing, Splitting
-from sherd.data.loader import adopt
+from sherd.data.loader import lead
 from sherd.data.restore import as_it_is
 from sherd.data.samplers import Batches, Dealing, Samples
 from sherd.data.way import Way, length
@@ -51,7 +51,7 @@ class Sharding:
         batches: Any = self.loader.batch_sampler
         if self.batch is not None and self.batch != batches.batch_size:
             _set_batch_size(self.loader, self.batch)
-        adopt(self.loader, self.way, trains, alone=isinstance(self.way, Alone))
+        lead(self.loader, self.way, trains, alone=isinstance(self.way, Alone))
         _known.add(self.loader)
 
 

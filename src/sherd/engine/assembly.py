@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from sherd.comm import Communicator
 from sherd.config import StepOptions
-from sherd.engine import backward
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.exchange import Exchange, ReplicaExchange, SliceExchange, WholeExchange
 from sherd.engine.buckets.inventory import Inventory
@@ -31,6 +30,7 @@ from sherd.engine.parameters.restore import tensors_as_they_are
 from sherd.engine.parameters.store import ParameterStore
 from sherd.errors import ConfigError
 from sherd.layout.packing import bucket_numel
+from sherd.patches import backward
 
 log = logging.getLogger("sherd")
 

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from sherd import observe
 from sherd.comm import Communicator, labelled
 from sherd.config import StepOptions
-from sherd.engine import backward
 from sherd.engine.buckets.bucket import Bucket, Local
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.exchange import Exchange
@@ -43,6 +42,7 @@ from sherd.engine.parameters.mesh import Mesh
 from sherd.engine.parameters.store import ParameterStore
 from sherd.errors import ConfigError, SherdError
 from sherd.layout.shard_layout import ShardLayout
+from sherd.patches import backward
 
 log = logging.getLogger("sherd")
 
@@ -125,6 +125,7 @@ class Engine:
         self.store.from_leader(self.inventory.buffers)
         self.unchanged.accept()
         self.buffers = BufferSync(self.comm, self.inventory, self._options.sync_buffers)
+        backward.install()
         backward.listen(self)
 
     @property

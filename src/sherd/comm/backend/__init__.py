@@ -2,7 +2,7 @@
 
 Torch's own DDP, FSDP2, DeviceMesh, functional collectives and checkpoints then run on sherd's transports, unchanged.
 Read in this order: `group` (torch's calls), `works` (what they return), `collectives` (those that the communicator does
-not have), `creation`, `heap`.
+not have), `creation`.
 """
 
 from __future__ import annotations

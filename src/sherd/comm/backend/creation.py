@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from sherd.comm.backend.group import Group
-from sherd.comm.backend.heap import keep_freed_memory_if_asked
 from sherd.comm.connect import join
 from sherd.config import CommOptions
 from sherd.errors import ConfigError
+from sherd.patches import heap
 
 
 def create(place: Any, options: CommOptions | None) -> Group:
@@ -29,7 +29,7 @@ def create(place: Any, options: CommOptions | None) -> Group:
     earlier = (place.store.add(f"sherd/{size}", 1) - 1) // size
     store = PrefixStore(f"sherd/{size}/{earlier}", place.store)
     ranks = place.global_ranks_in_group or range(size)
-    keep_freed_memory_if_asked()
+    heap.install()
     return Group(place.store, join(store, place.group_rank, ranks, options))
 
 

@@ -20,8 +20,8 @@ from sherd.engine.buckets.bucket import Bucket, Local
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.checksum import checksum
 from sherd.engine.buckets.tracked import TrackedParameter
-from sherd.engine.parameter import adopt, raw_grad, set_raw_grad
 from sherd.errors import SherdError
+from sherd.patches.gathered import raw_grad, set_raw_grad, shard_grad
 
 _ALONE = "Under ZeRO p.grad is gathered from all ranks: read or set it on every rank"
 
@@ -176,7 +176,7 @@ class GatheredGrads(GradAccess):
 
     def follow(self, members: Iterable[TrackedParameter]) -> None:
         for member in members:
-            adopt(member.parameter, self, member)
+            shard_grad(member.parameter, self, member)
 
     def hide(self, buckets: BucketList) -> None:
         self.collect(buckets)

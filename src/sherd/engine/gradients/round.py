@@ -23,9 +23,9 @@ from sherd.engine.buckets.bucket import Bucket
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.ring import Reductions
 from sherd.engine.buckets.tracked import TrackedParameter
-from sherd.engine.parameter import raw_grad, set_raw_grad
 from sherd.engine.parameters.isolation import bypass_torch_function
 from sherd.errors import SherdError
+from sherd.patches.gathered import raw_grad, set_raw_grad
 
 log = logging.getLogger("sherd")
 

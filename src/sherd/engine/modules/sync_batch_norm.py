@@ -1,8 +1,5 @@
 """`nn.SyncBatchNorm` over the engine's own communicator: on any device, over any transport.
 
-The class of the user's own modules is changed in place. They find their engine by the module, so that a copy of one is
-by itself: it has nobody to exchange statistics with.
-
 A rank knows the count, the mean and the squared deviations of its own batch; one gather in forward makes those of all
 batches together of them. In backward the statistics hand every rank a share of every other's gradient: one sum. What
 comes out are gradients of the sum of the ranks' losses with respect to this rank's input, and of this rank's loss with
@@ -11,11 +8,11 @@ respect to weight and bias; the engine reduces them like all others.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +23,18 @@ from sherd.comm import Communicator, labelled
 from sherd.data import share
 from sherd.engine.gradients.gradient import LossWeights
 from sherd.errors import ConfigError
-
-if TYPE_CHECKING:
-    from sherd.engine.engine import Engine
-
-_engines: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Engine], str]] = weakref.WeakKeyDictionary()
+from sherd.patches.batch_norm import Forward, SyncedBatchNorm, forget, install
 
 
-def share_statistics(model: nn.Module, engine: Engine, undo: ExitStack) -> None:
+class Trainer(Protocol):
+    """Whose ranks share statistics, for as long as it lives."""
+
+    comm: Communicator
+    weights: LossWeights
+    modules_communicate: bool
+
+
+def share_statistics(model: nn.Module, engine: Trainer, undo: ExitStack) -> None:
     """Make the `nn.SyncBatchNorm` modules of `model` compute their statistics over the ranks of `engine`.
 
     Subclasses, and those with a process group of their own, are left to do what they do.
@@ -43,52 +44,36 @@ def share_statistics(model: nn.Module, engine: Engine, undo: ExitStack) -> None:
     for name, module in model.named_modules():
         if type(module) in (nn.SyncBatchNorm, SyncedBatchNorm) and module.process_group is None:
             undo.callback(setattr, module, "__class__", type(module))
-            undo.callback(_engines.pop, module, None)
-            module.__class__ = SyncedBatchNorm
-            _engines[module] = weakref.ref(engine), name
+            undo.callback(forget, module)
+            install(module, partial(_forward_of, weakref.ref(engine), name))
             engine.modules_communicate = True
 
 
-class SyncedBatchNorm(nn.SyncBatchNorm):
-    """Batch norm over the batches of all ranks; without ranks, or in eval mode, that of `nn.BatchNorm`.
+def _forward(ranks: Ranks, module: nn.SyncBatchNorm, input: Tensor) -> Tensor:
+    """What a module does in training."""
+    module._check_input_dim(input)
+    if input.size(1) != module.num_features:
+        raise ConfigError(f"{ranks} takes inputs of {module.num_features} channels, found {tuple(input.shape)}")
+    statistics = ranks.statistics(input.detach())
+    _track(module, statistics)
+    output: Tensor = _Normalise.apply(input, module.weight, module.bias, module.eps, statistics, ranks)  # type: ignore[no-untyped-call]
+    return output
 
-    A pickle of it is one of a plain `nn.SyncBatchNorm`.
-    """
 
-    def forward(self, input: Tensor) -> Tensor:
-        ranks = _ranks_of(self)
-        if ranks is None or not self.training:
-            return super(nn.SyncBatchNorm, self).forward(input)
-        self._check_input_dim(input)
-        if input.size(1) != self.num_features:
-            raise ConfigError(f"{ranks} takes inputs of {self.num_features} channels, found {tuple(input.shape)}")
-        statistics = ranks.statistics(input.detach())
-        self._track(statistics)
-        output: Tensor = _Normalise.apply(input, self.weight, self.bias, self.eps, statistics, ranks)  # type: ignore[no-untyped-call]
-        return output
-
-    @torch.no_grad()
-    def _track(self, statistics: Statistics) -> None:
-        """Let running statistics follow those of this batch."""
-        if not self.track_running_stats:
-            return
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        share = self.momentum
-        if share is None:  # the mean over all batches so far
-            share = 0.0 if self.num_batches_tracked is None else 1.0 / self.num_batches_tracked.item()
-        unbiased = statistics.squares / (statistics.count - 1)
-        for running, new in ((self.running_mean, statistics.mean), (self.running_var, unbiased)):
-            if running is not None:
-                running.mul_(1.0 - share).add_(new.to(running.dtype), alpha=share)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SyncedBatchNorm:
-        twin = memo[id(self)] = SyncedBatchNorm.__new__(SyncedBatchNorm)
-        twin.__setstate__(copy.deepcopy(vars(self), memo))  # type: ignore[no-untyped-call]
-        return twin
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return object.__new__, (nn.SyncBatchNorm,), vars(self)
+@torch.no_grad()
+def _track(module: nn.SyncBatchNorm, statistics: Statistics) -> None:
+    """Let running statistics follow those of this batch."""
+    if not module.track_running_stats:
+        return
+    if module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+    share = module.momentum
+    if share is None:  # the mean over all batches so far
+        share = 0.0 if module.num_batches_tracked is None else 1.0 / module.num_batches_tracked.item()
+    unbiased = statistics.squares / (statistics.count - 1)
+    for running, new in ((module.running_mean, statistics.mean), (module.running_var, unbiased)):
+        if running is not None:
+            running.mul_(1.0 - share).add_(new.to(running.dtype), alpha=share)
 
 
 @dataclass(frozen=True)
@@ -185,10 +170,10 @@ class _Normalise(torch.autograd.Function):
         return to_input, to_weight, to_bias, None, None, None
 
 
-def _ranks_of(module: nn.Module) -> Ranks | None:
-    reference, name = _engines.get(module, (None, ""))
-    engine = None if reference is None else reference()
-    return None if engine is None else Ranks(name, engine.comm, engine.weights)
+def _forward_of(engine: weakref.ref[Trainer], name: str) -> Forward | None:
+    """What the module of that name does, as long as its engine lives."""
+    living = engine()
+    return None if living is None else partial(_forward, Ranks(name, living.comm, living.weights))
 
 
 def _working(input: Tensor) -> torch.dtype:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sherd.engine.optimizer.own_collectives import no_collectives
 from sherd.engine.optimizer.probe import BY_CLOSURE, Probe, WhyNot
 from sherd.engine.optimizer.regimes import RANDOM, SPECIAL
 from sherd.engine.optimizer.shard import hyper_parameters
+from sherd.patches.own_collectives import no_collectives
 
 Shapes = Mapping[int, tuple[int, ...]]
 """By number of dimensions."""

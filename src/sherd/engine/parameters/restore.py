@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from sherd.data.restore import as_it_is
-from sherd.engine.parameter import raw_grad, set_raw_grad
 from sherd.engine.parameters.isolation import bypass_torch_function
+from sherd.patches.gathered import raw_grad, set_raw_grad
 
 
 def tensors_as_they_are(tensors: Iterable[Tensor]) -> Callable[[], None]:

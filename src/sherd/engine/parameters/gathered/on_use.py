@@ -8,17 +8,16 @@ Whoever reads memory without telling (a trace, a transform of torch.func, a grap
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from sherd.engine.buckets.bucket import Bucket
-from sherd.engine.parameter import Copied, ShardedParameter, become, by_value
 from sherd.engine.parameters.gathered.gathering import Gathering
+from sherd.patches import gathered
+from sherd.patches.gathered import GatheredParameter, GatheredView, mark_view, store_of
 
-_STORE = "_sherd_store"
 _T = torch.Tensor
 _hooks: Any = torch._C._autograd
 _ASKING: frozenset[Any] = frozenset(
@@ -50,37 +49,10 @@ class Store(Protocol):
         """The bucket in whose memory a tensor lies, if it is the store's."""
 
 
-class GatheredView(Copied):
-    """A tensor in the memory of a store."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _call(func, args, kwargs or {})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy = memo.get(id(self))
-        if copy is None:
-            copy = memo[id(self)] = self.detach().clone()
-        return copy
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain: Any = self.detach().clone()
-        return plain.__reduce_ex__(protocol)
-
-
-class GatheredParameter(ShardedParameter):
-    """A parameter in the memory of a store."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _call(func, args, kwargs or {})
-
-
 def gather_on_use(parameter: nn.Parameter, store: Store) -> None:
     """Make a parameter whose data lies in `store` one that is gathered on use."""
-    become(parameter, GatheredParameter)
-    ForkingPickler.register(GatheredView, by_value)
-    parameter.__dict__[_STORE] = store  # which lives as long as somebody can touch it
+    gathered.install(_call, pin)
+    gathered.gather_on_use(parameter, store)
 
 
 def pin(things: Any) -> None:
@@ -107,7 +79,7 @@ def plain_copies(state: dict[str, Any]) -> None:
 @torch.compiler.disable(reason=_REASON)  # type: ignore[no-untyped-call, untyped-decorator]
 def _call(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     found = list(_on_use((args, options)))
-    stores = {id(tensor.__dict__[_STORE]): tensor.__dict__[_STORE] for tensor in found}.values()
+    stores = {id(store): store for store in map(store_of, found)}.values()
     attribute = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__") and func.__self__ not in _VIEWS
     if attribute or func in _ASKING or func in _DETACHING:
         if (func in _DETACHING or attribute) and _hooks._top_saved_tensors_default_hooks(True) is not None:
@@ -254,7 +226,7 @@ def _places(found: Iterable[Tensor]) -> dict[Store, list[Bucket]]:
     places: dict[Store, list[Bucket]] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in found:
-            store: Store = tensor.__dict__[_STORE]
+            store: Store = store_of(tensor)
             bucket = store.bucket_of(tensor)
             if bucket is not None and bucket not in places.setdefault(store, []):
                 places[store].append(bucket)
@@ -301,8 +273,7 @@ def _mark(result: Any, stores: Iterable[Store]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             for store in stores:
                 if store.bucket_of(result) is not None:
-                    result.__class__ = GatheredView
-                    result.__dict__[_STORE] = store
+                    mark_view(result, store)
     elif isinstance(result, tuple | list):
         for each in result:
             _mark(each, stores)

@@ -20,7 +20,6 @@ from sherd.engine.parameters.gathered.on_use import gather_on_use
 from sherd.engine.parameters.gathered.pages import Pages, make_pages
 from sherd.engine.parameters.isolation import bypass_torch_function
 from sherd.engine.parameters.store import Members, ParameterStore
-from sherd.engine.transforms import watch_transforms
 from sherd.layout.entry import dtype_of
 
 _numbers: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
@@ -68,7 +67,6 @@ class GatheredStore(ParameterStore):
                 member.home = member.shaped_in(pages.memory)
             pages.release()
         self.gathering = Gathering(self._fetch, self._release, self._write_back, self._is_written)
-        watch_transforms()
 
     def take_over(self) -> None:
         """Take rank 0's values, and then their memory: one parameter at a time."""

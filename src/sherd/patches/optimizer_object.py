@@ -1,28 +1,54 @@
-"""The user's optimizer object, with methods of ours.
-
-Its class is exchanged for a subclass of its own class with the same name, so that it stays the object that schedulers,
-loggers and the user hold, and `isinstance` still says what it is.
-"""
+"""The user's optimizer object, with methods of ours. A step pre-hook of torch's cannot skip a step."""
 
 from __future__ import annotations
 
 import copyreg
-import functools
 from collections import defaultdict
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sherd.api.training import Closure, training_of
-from sherd.data.restore import as_it_is as attributes_as_they_are
+from sherd.patches.replacing import subclass, swap_class
+
+RELIES_ON = {
+    "torch.optim:Optimizer.step": "self closure",
+    "torch.optim:Optimizer.zero_grad": "self set_to_none",
+    "torch.optim:Optimizer.state_dict": "self",
+    "torch.optim:Optimizer.load_state_dict": "self state_dict",
+    "torch.optim:Optimizer.add_param_group": "self param_group",
+    "torch.optim:Optimizer.profile_hook_step": "func",  # looks for `step.hooked`
+    "torch.optim:Optimizer._patch_step_function": "self",
+    "torch.optim.lr_scheduler:LRScheduler.__init__": "self optimizer last_epoch",  # looks for `_wrapped_by_lr_sched`
+}
+
+Closure = Callable[..., Any]
 
 if TYPE_CHECKING:
     _Base = Optimizer
 else:
     _Base = object
+
+
+class Handle(Protocol):
+    """Who does what the methods of a distributed optimizer say."""
+
+    def step(self, optimizer: Optimizer, closure: Closure | None) -> Any: ...
+
+    def zero_grad(self, set_to_none: bool) -> None: ...
+
+    def optimizer_state(self) -> dict[str, Any]: ...
+
+    def whole_state(self) -> dict[Any, Any]: ...
+
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None: ...
+
+    def check_group(self, parameters: Sequence[nn.Parameter]) -> None: ...
+
+
+_handle_of: Callable[[Optimizer], Handle]
 
 
 class Distributed(_Base):
@@ -32,7 +58,7 @@ class Distributed(_Base):
     def step(self, closure: Closure | None = None) -> Any:
         """Update the parameters, on every rank alike. Inside an accumulation window it does nothing."""
         self._opt_called = True  # what an LR scheduler looks for
-        return training_of(self).step(self, closure)
+        return _handle_of(self).step(self, closure)
 
     # A scheduler wraps step() to see that it was called, unless it finds this mark.
     step._wrapped_by_lr_sched = True
@@ -42,15 +68,15 @@ class Distributed(_Base):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradient. Inside an accumulation window it does nothing."""
-        training_of(self).zero_grad(set_to_none)
+        _handle_of(self).zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state in torch's own format, on every rank. Collective."""
-        return training_of(self).optimizer_state()
+        return _handle_of(self).optimizer_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take state in torch's own format; every rank keeps its part."""
-        training_of(self).load_optimizer_state(state_dict)
+        _handle_of(self).load_optimizer_state(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters of the distributed model."""
@@ -60,13 +86,13 @@ class Distributed(_Base):
         if not isinstance(parameters, set):  # torch has its own words for a set
             parameters = param_group["params"] = list(parameters)
             named = (item[1] if isinstance(item, tuple) else item for item in parameters)
-            training_of(self).check_group(list(named))
+            _handle_of(self).check_group(list(named))
         super().add_param_group(param_group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is a plain optimizer of its own class, with the whole state. Collective, as `state_dict` is."""
         state = self.__getstate__()
-        whole = defaultdict(dict, training_of(self).whole_state())
+        whole = defaultdict(dict, _handle_of(self).whole_state())
         return copyreg.__newobj__, (self.__class__,), {**state, "state": whole}  # type: ignore[attr-defined]
 
     @property  # type: ignore[misc]
@@ -75,31 +101,15 @@ class Distributed(_Base):
         return type(self).__bases__[1]
 
 
-def as_it_is(optimizer: Optimizer) -> Callable[[], None]:
-    """Gives `optimizer` back the class, the attributes, the groups and the state that it has now."""
-    own, state = attributes_as_they_are(optimizer), dict(optimizer.state)
-    groups = [dict(group) for group in optimizer.param_groups]
-
-    def restore() -> None:
-        own()
-        optimizer.state.clear()
-        optimizer.state.update(state)
-        for group, before in zip(optimizer.param_groups, groups, strict=True):
-            group.clear()
-            group.update(before)
-
-    return restore
-
-
-def adopt(optimizer: Optimizer) -> None:
-    """Give `optimizer` the methods above."""
+def install(optimizer: Optimizer, handle_of: Callable[[Optimizer], Handle]) -> None:
+    """Give `optimizer` the methods above, which do what the handle says that `handle_of` finds for it."""
+    global _handle_of
+    _handle_of = handle_of
     # A scheduler that was built before leaves its wrapper of step() on the object.
     vars(optimizer).pop("step", None)
-    kind: Any = type(optimizer)
-    optimizer.__class__ = _distributed(kind)
+    swap_class(optimizer, Distributed)
 
 
-@functools.cache
-def _distributed(kind: Any) -> Any:
-    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (Distributed, kind), own)
+def uninstall() -> None:
+    """Forget the classes that were made. Objects that have one keep it."""
+    subclass.cache_clear()

@@ -1,23 +1,27 @@
-"""Where a backward begins and ends.
+"""`torch.autograd.backward`: where a backward begins and ends.
 
 A *round* is one outermost backward. Torch tells nobody when it is over: a callback queued with the autograd engine
 fires at the end of an *inner* backward where there is one (reentrant checkpointing). So `torch.autograd.backward`,
-which `Tensor.backward` and reentrant checkpointing both call, is wrapped once per process, by the first listener. A
-compiled function that calls it is cut there: what happens around a backward is not for a compiler to trace.
+which `Tensor.backward` and reentrant checkpointing both call, is wrapped. A compiled function that calls it is cut
+there: what happens around a backward is not for a compiler to trace.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from sherd.engine.scaling import unscaled
-from sherd.observe import monitor
+from sherd.patches.replacing import Replacements
+
+RELIES_ON = {
+    "torch.autograd:backward": "tensors grad_tensors retain_graph create_graph grad_variables inputs",
+    "torch.compiler:disable": "fn recursive reason",
+}
 
 
 class Listener(Protocol):
@@ -33,15 +37,34 @@ class Listener(Protocol):
         """It failed."""
 
 
+Recorder = Callable[[Any], AbstractContextManager[Any]]
+"""record(roots): what an outermost backward runs in."""
+
 # In the order in which they were added, which is the same on all ranks: what they do at the end is collective.
 _listeners: list[weakref.ref[Listener]] = []
 _depth = 0
+_record: Recorder = nullcontext
+_replacements = Replacements()
+
+
+def install() -> None:
+    """Wrap it."""
+    _replacements.replace(torch.autograd, "backward", _wrapped)
+
+
+def uninstall() -> None:
+    """Give torch its own back. Listeners hear nothing any more."""
+    _replacements.restore()
+
+
+def record_with(record: Recorder) -> None:
+    """Run every outermost backward inside `record(its roots)` from now on."""
+    global _record
+    _record = record
 
 
 def listen(listener: Listener) -> None:
     """Tell `listener` about every outermost backward of this process for as long as it lives."""
-    if not hasattr(torch.autograd.backward, "__sherd__"):
-        _wrap()
     _listeners.append(weakref.ref(listener))
 
 
@@ -64,32 +87,15 @@ def _alive() -> Iterator[Listener]:
             yield listener
 
 
-def _losses(roots: Any) -> list[Tensor]:
-    """What a backward begins at, as far as it is numbers at hand."""
-    if not isinstance(roots, (list, tuple)):
-        roots = (roots,)
-    # On an accelerator a value would have to be waited for; and there are other kinds of roots than tensors.
-    here = (root for root in roots if type(root) is Tensor and root.device.type == "cpu" and root.numel() == 1)
-    return [root for root in here if not root.is_complex()]
-
-
-def _wrap() -> None:
-    original = torch.autograd.backward
-
+def _wrapped(original: Callable[..., None]) -> Callable[..., None]:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @functools.wraps(original)
     def backward(*args: Any, **options: Any) -> None:
         if _depth:
             original(*args, **options)
             return
-        run = monitor.current
-        if run is not None:
-            run.begin_backward(unscaled(_losses(args[0] if args else options.get("tensors")), run))
-        try:
+        with _record(args[0] if args else options.get("tensors")):
             outermost(*args, **options)
-        finally:
-            if run is not None:
-                run.end_backward()
 
     def outermost(*args: Any, **options: Any) -> None:
         # One counter for the process: an inner backward may run in a thread of the autograd engine.
@@ -108,5 +114,4 @@ def _wrap() -> None:
         for listener in _alive():
             listener.end_round()
 
-    backward.__sherd__ = True
-    torch.autograd.backward = backward
+    return backward  # type: ignore[no-any-return]

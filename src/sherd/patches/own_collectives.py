@@ -1,14 +1,18 @@
-"""Optimizers that communicate by themselves: found out without a byte being sent."""
+"""The methods of torch's process groups, while an optimizer is tried: one that communicates by itself is found out
+without a byte being sent."""
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+
+from sherd.patches.replacing import Replacements
 
 _METHODS = (
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "monitored_barrier"),
@@ -22,10 +26,32 @@ _METHODS = (
 _FUNCTIONAL = "torch.distributed._functional_collectives"
 """These go to C++ by another way, but not without asking Python for their group."""
 _one_at_a_time = threading.RLock()
+_replacements = Replacements()
+RELIES_ON: dict[str, str | None] = {
+    **{f"torch.distributed:ProcessGroup.{name}": None for name in ("allreduce", "broadcast", "barrier", "allgather")},
+    **{f"torch.distributed:ProcessGroup.{name}": None for name in ("reduce_scatter", "alltoall", "send", "recv")},
+    f"{_FUNCTIONAL}:_resolve_group": "group tag ...",
+}
 
 
 class OwnCollective(RuntimeError):
     """Raised in place of the collective."""
+
+
+def install(called: list[str]) -> None:
+    """Have collectives of torch.distributed that this thread calls raise, and send nothing; `called` gets their
+    names."""
+    make = functools.partial(_refusing, called, threading.get_ident())
+    for kind in _with_subclasses(dist.ProcessGroup):
+        for name in (name for name in _METHODS if name in vars(kind)):
+            _replacements.replace(kind, name, functools.partial(make, name))
+    if _FUNCTIONAL in sys.modules:
+        _replacements.replace(sys.modules[_FUNCTIONAL], "_resolve_group", functools.partial(make, "_resolve_group"))
+
+
+def uninstall() -> None:
+    """Give torch its own back."""
+    _replacements.restore()
 
 
 @contextmanager
@@ -35,19 +61,15 @@ def no_collectives() -> Iterator[list[str]]:
     if not (dist.is_available() and dist.is_initialized()):
         yield called
         return
-    with _one_at_a_time, ExitStack() as stack:
-        for kind in _with_subclasses(dist.ProcessGroup):
-            for name in (name for name in _METHODS if name in vars(kind)):
-                stack.enter_context(_refused(kind, name, called))
-        if _FUNCTIONAL in sys.modules:
-            stack.enter_context(_refused(sys.modules[_FUNCTIONAL], "_resolve_group", called))
-        yield called
+    with _one_at_a_time:
+        install(called)
+        try:
+            yield called
+        finally:
+            uninstall()
 
 
-@contextmanager
-def _refused(owner: Any, name: str, called: list[str]) -> Iterator[None]:
-    original, thread = vars(owner)[name], threading.get_ident()
-
+def _refusing(called: list[str], thread: int, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(*arguments: Any, **options: Any) -> Any:
         if threading.get_ident() != thread:  # somebody else's, and none of our business
             return original(*arguments, **options)
@@ -56,11 +78,7 @@ def _refused(owner: Any, name: str, called: list[str]) -> Iterator[None]:
         called.append(caller.co_name if public else name)
         raise OwnCollective(f"{called[-1]} inside step()")
 
-    setattr(owner, name, refuse)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+    return refuse
 
 
 def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:

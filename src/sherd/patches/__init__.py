@@ -1,0 +1,41 @@
+"""Everything of torch's and Python's that is replaced or changed in a running process: one file for each.
+
+Each has `install`, which may be called again and again, `uninstall`, which leaves torch and Python as they were (live
+objects keep their classes), and `RELIES_ON`: what of torch's own it knows, as `module:attribute`, with the names of its
+parameters ("..." for the rest of them), or None where these do not matter. docs/patches.md has the reasons.
+
+A patch knows nothing of who uses it: what it calls is given to `install`, and it keeps no object of theirs alive.
+Nothing is imported here, as `import sherd` must not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+PATCHES = (
+    *("backend_import", "heap"),  # the process
+    *("module_state", "batch_norm"),  # modules
+    *("gathered", "pickling"),  # parameters
+    *("backward", "grad_scaler"),  # gradients
+    *("optimizer_object", "foreign", "own_collectives", "schedulers"),  # steps
+    "loader_object",  # data
+)
+"""In the order in which docs/patches.md lists them."""
+
+CHECKED_TORCH = ("2.13",)
+"""Releases of torch that have all that `RELIES_ON` names. The one after the last is not admitted by pyproject.toml."""
+
+
+def uninstall_all() -> None:
+    """Uninstall every patch. A next `sherd.distribute` installs what it needs again."""
+    for name in reversed(PATCHES):
+        module: Any = sys.modules.get(f"{__name__}.{name}")
+        if module is not None:
+            module.uninstall()
+
+
+def patch(name: str) -> Any:
+    """The patch of that name."""
+    return importlib.import_module(f"{__name__}.{name}")

@@ -1,0 +1,56 @@
+"""`nn.Module.load_state_dict` and `state_dict`, which ask whether a module is distributed.
+
+Loading into a module that is, contains or is a part of a distributed model takes rank 0's values, wherever the
+parameters live; saving gives copies of parameters that no rank has whole. Torch's own hooks for both belong to the
+module, so copies and pickles of it would carry them along.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from sherd.patches.replacing import Replacements
+
+RELIES_ON = {
+    "torch.nn:Module.load_state_dict": "self state_dict strict assign",
+    "torch.nn:Module.state_dict": "self args destination prefix keep_vars",
+}
+_replacements = Replacements()
+
+Load = Callable[[nn.Module, bool, Callable[[], Any]], Any]
+"""load(module, assign, original): what `module.load_state_dict(..., assign=assign)` does and gives."""
+Save = Callable[[nn.Module, Callable[[], Any]], Any]
+"""save(module, original): what `module.state_dict()` does and gives."""
+
+
+def install(load: Load, save: Save) -> None:
+    """Have `load` and `save` called around torch's own."""
+    _replacements.replace(nn.Module, "load_state_dict", functools.partial(_loading, load))
+    _replacements.replace(nn.Module, "state_dict", functools.partial(_saving, save))
+
+
+def uninstall() -> None:
+    """Give torch its own back."""
+    _replacements.restore()
+
+
+def _loading(load: Load, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_state_dict(self: nn.Module, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return load(self, assign, lambda: original(self, state_dict, strict, assign))
+
+    return load_state_dict
+
+
+def _saving(save: Save, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def state_dict(self: nn.Module, *args: Any, **options: Any) -> Any:
+        if args or "destination" in options:  # a part of another call
+            return original(self, *args, **options)
+        return save(self, lambda: original(self, **options))
+
+    return state_dict

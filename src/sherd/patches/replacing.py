@@ -1,0 +1,76 @@
+"""How attributes of torch's are replaced and put back, and how objects of the user's get methods of ours."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_MARK = "__sherd__"
+_ABSENT: Any = object()
+
+
+@dataclass(frozen=True)
+class _Replaced:
+    before: Any
+    """what the owner itself had, which it may have inherited"""
+    made: Any
+
+
+class Replacements:
+    """What one patch has replaced. It keeps no class of a user's alive: what was there before is kept with what stands
+    there now."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[weakref.ref[Any], str]] = []
+
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Put `make(original)` in the place of `owner.name`, unless a replacement stands there already.
+
+        Whoever has wrapped ours with `functools.wraps` since carries the mark along.
+        """
+        original = getattr(owner, name)
+        if hasattr(original, _MARK):
+            return
+        made = make(original)
+        setattr(_function(made), _MARK, _Replaced(vars(owner).get(name, _ABSENT), made))
+        setattr(owner, name, made)
+        self._places.append((weakref.ref(owner), name))
+
+    def restore(self) -> None:
+        """Put back what was there. Where somebody else has put theirs on top of ours since, theirs stays."""
+        while self._places:
+            reference, name = self._places.pop()
+            owner = reference()
+            now = None if owner is None else vars(owner).get(name)
+            replaced: _Replaced | None = getattr(_function(now), _MARK, None)
+            if replaced is None or replaced.made is not now:
+                continue
+            if replaced.before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, replaced.before)
+
+
+def _function(attribute: Any) -> Any:
+    """What a static or class method is made of."""
+    return getattr(attribute, "__func__", attribute)
+
+
+def swap_class(thing: Any, methods: Any) -> None:
+    """Put `methods` before those of the class of `thing`.
+
+    Its class is exchanged for a subclass of the same name, so that it stays the object that everybody holds, and
+    `isinstance` still says what it is.
+    """
+    kind: Any = type(thing)
+    thing.__class__ = subclass(methods, kind)
+
+
+@functools.cache
+def subclass(methods: Any, kind: Any) -> Any:
+    """`kind` with other methods, under its own name."""
+    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (methods, kind), own)

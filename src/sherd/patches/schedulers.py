@@ -1,0 +1,68 @@
+"""`step` of learning-rate schedulers: they count steps, not calls of `step()`.
+
+Inside an accumulation window `optimizer.step()` does nothing, and so must `scheduler.step()`, or the schedule would run
+K times too fast. Nobody hands a scheduler to `distribute`, so torch's classes are taught to ask: those that exist, and
+those that are defined later.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from sherd.patches.replacing import Replacements
+
+RELIES_ON = {
+    "torch.optim.lr_scheduler:LRScheduler.step": "self epoch",
+    "torch.optim.lr_scheduler:LRScheduler._initial_step": "self",  # sets `_is_initial`
+}
+_replacements = Replacements()
+_is_inside: Callable[[Optimizer], bool]
+
+
+def install(is_inside: Callable[[Optimizer], bool]) -> None:
+    """Make every scheduler skip calls where its optimizer `is_inside` a window."""
+    global _is_inside
+    _is_inside = is_inside
+    for kind in (LRScheduler, *_subclasses(LRScheduler)):
+        _guard(kind)
+    _replacements.replace(LRScheduler, "__init_subclass__", _guarding)
+
+
+def uninstall() -> None:
+    """Give them their own back."""
+    _replacements.restore()
+
+
+def _guard(kind: Any) -> None:
+    if "step" in vars(kind):
+        _replacements.replace(kind, "step", _guarded)
+
+
+def _guarding(original: Callable[..., None]) -> Any:
+    def __init_subclass__(cls: type[LRScheduler], **options: Any) -> None:  # noqa: N807
+        super(LRScheduler, cls).__init_subclass__(**options)
+        _guard(cls)
+
+    return classmethod(__init_subclass__)  # type: ignore[arg-type]
+
+
+def _guarded(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def guarded(self: LRScheduler, *args: Any, **options: Any) -> Any:
+        # A scheduler takes its first step when it is built, which is none of ours.
+        if not getattr(self, "_is_initial", False) and _is_inside(self.optimizer):
+            return None
+        return step(self, *args, **options)
+
+    return guarded
+
+
+def _subclasses(kind: Any) -> Iterator[Any]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _subclasses(child)
