@@ -301,11 +301,13 @@ def held():
         seen, ahead = [], []
 
         def look(number=None):
-            pages = resident(model)
+            pages, engine = resident(model), training_of(model).engine
             seen.append(sum(each > 0 for each in pages))
-            assert {bucket for bucket, each in enumerate(pages) if each} <= set(store_of(model).gathering.gathered)
+            there = {bucket for bucket, each in zip(engine.buckets.every, pages, strict=True) if each}
+            assert there <= set(engine.store.gathering.gathered)
             if number is not None:
-                ahead.append([store_of(model)._bucket(2 * index) for index in (number, *range(number + 1, DEPTH))])
+                members = engine.inventory.members
+                ahead.append([members[2 * index].bucket for index in (number, *range(number + 1, DEPTH))])
                 ahead[-1] = [bucket in store_of(model).gathering.gathered for bucket in ahead[-1][:4]]
 
         look()
@@ -427,7 +429,10 @@ def frozen():
                 optimizer.zero_grad()
             found[name] = weights(model)
         all_same(found)
-        assert store_of(model).bytes() * c.world == store_of(model)._layout.padded_numel * 4
+        assert (
+            store_of(model).bytes() * c.world
+            == sum(b.described.numel for b in training_of(model).engine.buckets.every) * 4
+        )
 
 
 def test_frozen_parameters_are_sharded_too_and_can_be_unfrozen(ranks):

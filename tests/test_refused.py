@@ -20,6 +20,7 @@ import sherd
 from sherd import ConfigError, Diverged, SherdError
 from sherd.api import carrying_out
 from sherd.comm import SoloCommunicator
+from sherd.engine import assembly
 from sherd.engine.engine import Engine
 from sherd.engine.modules.buffers import BufferSync
 from sherd.engine.parameters.store import ParameterStore
@@ -186,11 +187,11 @@ def failing(place, name, error, after):
 
 POINTS = [
     (Engine, "__init__"),
-    (carrying_out, "updater_for"),
-    (carrying_out.optimizers, "adopt"),
+    (assembly, "_updater"),
+    (carrying_out.optimizer_object, "install"),
     (carrying_out, "enrol"),
     (carrying_out, "share_statistics"),
-    (carrying_out, "refuse_wrappers"),
+    (carrying_out, "refuse_foreign"),
     (carrying_out.data.Sharding, "apply"),
     (Engine, "take_over"),
 ]
@@ -288,7 +289,7 @@ def one_rank_fails():
     objects, rank = Objects(0), int(os.environ["RANK"])
     began = time.monotonic()
     if rank:
-        with failing(carrying_out, "updater_for", MemoryError("too little"), after=False), pytest.raises(MemoryError):
+        with failing(assembly, "_updater", MemoryError("too little"), after=False), pytest.raises(MemoryError):
             sherd.distribute(*objects.all)
     else:
         with pytest.raises(SherdError, match="refused on rank 1, so on all ranks: MemoryError: too little"):
