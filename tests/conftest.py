@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from sherd.errors import Unsupported
 from sherd.testing import Hosts, RankPool
+from tests.helpers.hosts import hosts_or_skip
 
 # Some virtual machines offer AMX and do not have it: torch's half-precision kernels crash there.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -19,6 +20,11 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # Side by side there are more ranks than cores: one that spins keeps a core from the rank it waits for.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("SHERD_SPIN", "0")
+
+# Python that tests start imports what they do, wherever it starts.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    map(os.path.abspath, filter(None, [Path(__file__).parents[1], *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))
+)
 
 # Models of tests are small: threads would only wait for each other, the longer the more others use the cores.
 torch.set_num_threads(1)
@@ -88,10 +94,7 @@ def hosts() -> Iterator[Callable[[int, int], Hosts]]:
 
     def pool(count: int, ranks_per_host: int) -> Hosts:
         if (count, ranks_per_host) not in pools:
-            try:
-                pools[count, ranks_per_host] = Hosts(count, ranks_per_host=ranks_per_host, timeout=TIMEOUT)
-            except Unsupported as error:
-                pytest.skip(str(error))
+            pools[count, ranks_per_host] = hosts_or_skip(count, ranks_per_host=ranks_per_host, timeout=TIMEOUT)
         return pools[count, ranks_per_host]
 
     yield pool

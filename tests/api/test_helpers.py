@@ -8,7 +8,6 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
 import time
 
@@ -23,6 +22,7 @@ from sherd import CommOptions, ConfigError, observe
 from sherd.api import bars, process
 from sherd.testing import run_ranks
 from tests.helpers.loaders import Numbers, Pairs
+from tests.helpers.processes import python, run
 from tests.helpers.training import STRATEGIES, batch, connected, loss_of, network, sgd, weights
 
 # ---------------------------------------------------------------- who is who
@@ -62,7 +62,7 @@ def test_everything_is_found_by_dir_without_importing_torch():
         "assert {'rank', 'distribute', 'launch', 'progress', 'print', 'comm'} <= set(dir(sherd));"
         "assert all(hasattr(sherd, name) for name in dir(sherd))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    done = python(code)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -651,8 +651,7 @@ sherd.print(json.dumps([sherd.world(), mean, sherd.gather(sherd.rank()), sherd.b
 )
 def test_helpers_need_no_distribute_and_no_launcher(tmp_path, launcher, world):
     (tmp_path / "script.py").write_text(EVERYWHERE)
-    command = [sys.executable, *launcher, str(tmp_path / "script.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = run(sys.executable, *launcher, tmp_path / "script.py")
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if "[" in line]
     assert json.loads(line[line.index("[") :]) == [world, (world - 1) / 2, list(range(world)), "x"]

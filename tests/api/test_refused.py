@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import os
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +20,7 @@ from sherd.comm import SoloCommunicator
 from sherd.engine.buffers import BufferSync
 from sherd.engine.engine import Engine
 from sherd.engine.stores import ParameterStore
+from tests.helpers.processes import descriptors
 from tests.helpers.training import connected, same, weights
 
 
@@ -259,11 +258,6 @@ def test_in_a_world_of_one_too(strategy):
 
 
 # ---------------------------------------------------------------- the communicator
-
-
-def descriptors():
-    gc.collect()
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def refused_without_a_communicator():

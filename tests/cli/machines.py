@@ -6,16 +6,11 @@ import contextlib
 import os
 import re
 import subprocess
-import sys
 import time
 
-import pytest
-
-from sherd.errors import Unsupported
-from sherd.testing import Hosts
+from tests.helpers.processes import PATIENCE, SHERD
 
 NAMES = ("host-a", "host-b", "host-c")
-PATIENCE = 120  # seconds; of a run that hangs
 
 # In a mount and a host name of its own: the machine's own name leads to loopback, those of the others do not.
 _SET_UP = 'hostname "$1" && mount --bind "$2" /etc/hosts && cd "$3" && shift 3 && exec "$@"'
@@ -53,34 +48,13 @@ class Machines:
     def run(self, number, *arguments, **variables):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         environ = {**os.environ, **variables}
-        return self.command(number, sys.executable, "-m", "sherd.cli", "run", *arguments, env=environ, **pipes)
+        return self.command(number, *SHERD, "run", *arguments, env=environ, **pipes)
 
     def close(self):
         for process in self.started:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             process.communicate()
-
-
-@pytest.fixture
-def machines(tmp_path, monkeypatch):
-    """`machines(2)`; where none can be made, a skip."""
-    for name in list(os.environ):
-        if re.match("RANK$|WORLD_SIZE|MASTER_|GLOO_|SHERD_|OMP_", name):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in map(os.path.abspath, sys.path) if path))
-    with contextlib.ExitStack() as stack:
-
-        def make(count):
-            try:
-                hosts = stack.enter_context(Hosts(count))
-            except Unsupported as error:
-                pytest.skip(str(error))
-            found = Machines(hosts, tmp_path)
-            stack.callback(found.close)
-            return found
-
-        yield make
 
 
 def finished(processes):

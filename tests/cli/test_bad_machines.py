@@ -11,9 +11,7 @@ import sys
 import pytest
 
 from sherd import machine
-from tests.cli.test_cli import here
-
-__all__ = ["here"]  # the fixture
+from tests.helpers import processes
 
 CONNECT = "from sherd import comm\nwith comm.connect() as ranks: print(f'{ranks.world}\\n', end='')\n"
 LAUNCH = """
@@ -53,7 +51,7 @@ def on(here, monkeypatch):
             pytest.skip("namespaces cannot be made here; they need root")
         if badness is NO_TEMPORARY_FILES:
             badness = [*badness, str(here)]
-        return subprocess.run([*badness, *command], capture_output=True, text=True, timeout=120, check=False)
+        return processes.run(*badness, *command)
 
     return run
 

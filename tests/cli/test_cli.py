@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,81 +18,8 @@ from sherd.cli import checks, main, options
 from sherd.cli.options import STRATEGIES
 from sherd.cli.variables import VARIABLES, misspelt
 from sherd.cli.words import ranges
-
-SHERD = [sys.executable, "-m", "sherd.cli"]
-PATIENCE = 120  # seconds; of a run that hangs
-RANK = """
-import json, os, pathlib, signal, sys, time
-rank, here = os.environ["RANK"], pathlib.Path(__file__).parent
-for name in sys.argv[2:]:
-    signal.signal(getattr(signal, name), signal.SIG_IGN)
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "LOGLEVEL")
-note = {"arguments": sys.argv[1:], **{name: os.environ.get(name) for name in names}}
-partial = here / f"partial-{rank}"
-partial.write_text(json.dumps(note))
-partial.rename(here / f"note-{rank}.json")
-what = sys.argv[1] if len(sys.argv) > 1 else "pass"
-if what in ("raise", "kill", "record"):
-    while len(list(here.glob("note-*"))) < int(os.environ["WORLD_SIZE"]):
-        time.sleep(0.01)
-    if rank == "1":
-        if what == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if what == "record":
-            about = {"message": "Boom", "extraInfo": {"py_callstack": "recorded by rank 1", "timestamp": "1"}}
-            pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": about}))
-            sys.exit(7)
-        raise ValueError("the weather is bad")
-if what != "pass":
-    time.sleep(600)
-"""
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A directory with the script of a rank; runs start in it and put their temporary files below it."""
-    (tmp_path / "rank_script.py").write_text(RANK)
-    (tmp_path / "temporary").mkdir()
-    for name in ("OMP_NUM_THREADS", "LOGLEVEL", "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in map(os.path.abspath, sys.path) if path))
-    monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    left = ranks_alive(tmp_path)
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert left == []
-    # torch makes the directory of its compiler when it is imported.
-    assert [path.name for path in (tmp_path / "temporary").iterdir() if "torchinductor" not in path.name] == []
-
-
-def sherd(*arguments):
-    return subprocess.run([*SHERD, *arguments], capture_output=True, text=True, timeout=PATIENCE, check=False)
-
-
-def ranks_alive(here):
-    """Processes, of any parent, that run the script of this directory."""
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdecimal():
-            with contextlib.suppress(OSError):
-                command = (process / "cmdline").read_bytes().split(b"\0")
-                if bytes(here / "rank_script.py") in command and not {b"sherd", b"sherd.cli"} & set(command):
-                    found.append(int(process.name))
-    return found
-
-
-def notes(here):
-    return [json.loads(path.read_text()) for path in sorted(here.glob("note-*.json"))]
-
-
-def wait_for(condition, seconds=PATIENCE):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the run did not get there"
-        time.sleep(0.02)
+from tests.cli.scripts import notes, ranks_alive, two_ranks_that_sleep
+from tests.helpers.processes import PATIENCE, SHERD, free_port, python, run, sherd, wait_for
 
 
 @pytest.mark.parametrize(
@@ -200,21 +124,20 @@ except SystemExit as end:
     assert end.code == 0
 print(sorted({"torch", "rich", "plotext", "psutil"} & set(sys.modules)))
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = python(code)
     assert "Start ranks of a script" in result.stdout
     assert result.stdout.splitlines()[-1] == "[]"
     assert "nproc" not in result.stdout  # torchrun's names are accepted and not listed
 
 
 def test_the_package_is_the_command_too():
-    result = subprocess.run([sys.executable, "-m", "sherd", "--version"], capture_output=True, text=True, check=True)
+    result = run(sys.executable, "-m", "sherd", "--version")
     assert result.stdout.startswith("sherd ")
 
 
 def test_completion(monkeypatch):
     words = {"_SHERD_COMPLETE": "complete_bash", "COMP_WORDS": "sherd run --strategy ze", "COMP_CWORD": "3"}
-    environ = {**os.environ, **words}
-    result = subprocess.run([*SHERD], env=environ, capture_output=True, text=True, check=False)
+    result = run(*SHERD, **words)
     assert result.stdout.split() == ["zero1", "zero2", "zero3"], result.stderr
 
 
@@ -333,16 +256,6 @@ def test_a_full_disk_is_said_in_one_line(here):
         assert result.stderr.startswith(name)
 
 
-def free_port():
-    """A port that the kernel gives to nobody who asks for any, so that it is still free when the run has started."""
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for port in random.sample(range(10_000, first), 100):
-        with socket.socket() as free, contextlib.suppress(OSError):
-            free.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no free port")
-
-
 def test_two_machines_meet_at_the_master(here):
     meeting = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     script = str(here / "rank_script.py")
@@ -380,21 +293,6 @@ def test_a_traceback_that_the_rank_recorded_is_shown(here):
     lines = result.stderr.splitlines()
     assert re.fullmatch(r"sherd run: rank 1 failed first \(pid \d+\): exit code 7", lines[0])
     assert lines[1:] == ["recorded by rank 1", "sherd run: after it, rank 0: ended by SIGTERM"]
-
-
-@contextlib.contextmanager
-def two_ranks_that_sleep(here, *arguments):
-    command = [*SHERD, "run", "-n", "2", str(here / "rank_script.py"), "sleep", *arguments]
-    # Into a file: a rank that is left behind would hold a pipe open, and this test with it.
-    with (here / "stderr").open("w") as stderr:
-        process = subprocess.Popen(command, stderr=stderr)
-    try:
-        wait_for(lambda: len(notes(here)) == 2)
-        assert len(ranks_alive(here)) == 2  # or the check below could not fail
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -16,9 +16,8 @@ from sherd.cli.machines.remote import Host, Remote, command_for
 from sherd.cli.request import Showing
 from sherd.cli.words import TOKEN
 from sherd.comm import seal
-from tests.cli.test_cli import PATIENCE, SHERD, free_port, here, notes, ranks_alive, sherd, wait_for
-
-__all__ = ["here"]  # the fixture
+from tests.cli.scripts import notes, ranks_alive
+from tests.helpers.processes import PATIENCE, SHERD, free_port, sherd, wait_for
 
 # As ssh does it: the words of the command become one string for a shell, in an environment that is not ours.
 SSH = """#!/bin/sh

@@ -18,10 +18,8 @@ from sherd.cli.output.curve import curve, thinned
 from sherd.cli.output.display import figures, frame, in_words
 from sherd.observe.events import Event
 from sherd.observe.runs import Follower, RunRecord, load
-from tests.cli.test_cli import SHERD, here, sherd
-from tests.cli.test_output import in_terminal
-
-__all__ = ["here"]  # the fixture
+from tests.cli.scripts import in_terminal
+from tests.helpers.processes import SHERD, sherd
 
 START = 1000.0
 

@@ -13,9 +13,8 @@ import psutil
 import pytest
 
 from sherd.cli import tied
-from tests.cli.test_cli import here, notes, ranks_alive, sherd, two_ranks_that_sleep, wait_for
-
-__all__ = ["here"]  # the fixture
+from tests.cli.scripts import notes, ranks_alive, two_ranks_that_sleep
+from tests.helpers.processes import SHERD, sherd, wait_for
 
 
 @pytest.mark.parametrize("ignored", [[], ["SIGTERM", "SIGHUP", "SIGINT"]])
@@ -23,17 +22,17 @@ def test_ranks_end_when_the_launcher_is_killed(here, ignored):
     with two_ranks_that_sleep(here, *ignored) as process:
         process.kill()
         process.wait()
-        wait_for(lambda: ranks_alive(here) == [], 20)
+        wait_for(lambda: ranks_alive(here) == [], seconds=20)
 
 
 def test_ranks_end_when_the_launcher_is_killed_while_it_starts_them(here):
     """From the first one on: a rank may ask for its launcher's death after that."""
-    with subprocess.Popen([sys.executable, "-m", "sherd.cli", "run", "-n", "8", "rank_script.py", "sleep"]) as process:
+    with subprocess.Popen([*SHERD, "run", "-n", "8", "rank_script.py", "sleep"]) as process:
         wait_for(lambda: psutil.Process(process.pid).children())
         ranks = psutil.Process(process.pid).children()
         process.kill()
     assert psutil.wait_procs(ranks, timeout=20)[1] == []
-    wait_for(lambda: ranks_alive(here) == [], 20)
+    wait_for(lambda: ranks_alive(here) == [], seconds=20)
 
 
 def test_a_rank_whose_launcher_is_gone_does_not_begin(here):
@@ -72,7 +71,7 @@ def test_what_a_failed_rank_started_ends_with_it(here):
     (here / "left.py").write_text(script)
     before = set(_sleepers())
     assert sherd("run", "left.py").returncode == 128 + signal.SIGKILL
-    wait_for(lambda: set(_sleepers()) <= before, 20)
+    wait_for(lambda: set(_sleepers()) <= before, seconds=20)
 
 
 def _sleepers():

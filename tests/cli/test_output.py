@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from hypothesis import given
@@ -19,9 +16,8 @@ from sherd.cli.output.forwarding import output_of
 from sherd.cli.output.pieces import Pieces
 from sherd.cli.output.tracebacks import Tracebacks, exception_of
 from sherd.cli.request import Showing
-from tests.cli.test_cli import PATIENCE, SHERD, here, sherd
-
-__all__ = ["here"]  # the fixture
+from tests.cli.scripts import in_terminal
+from tests.helpers.processes import PATIENCE, SHERD, python, sherd
 
 
 def run_codes(codes, showing=None):
@@ -209,31 +205,6 @@ def test_ctrl_c_shows_one_traceback(here):
     assert errors.endswith("sherd run: stopped by SIGINT; all ranks have ended\n")
 
 
-def in_terminal(command, answers=()):
-    """Run in a terminal of its own, type each answer once its question has come; what it showed, and its status."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execve(command[0], command, {**os.environ, "TERM": "xterm"})
-    shown, seen, answers, end = b"", 0, list(answers), time.monotonic() + PATIENCE
-    while time.monotonic() < end:
-        if not select.select([terminal], [], [], 0.1)[0]:
-            continue
-        try:
-            data = os.read(terminal, 1 << 16)
-        except OSError:  # the last process that had it has ended
-            break
-        shown += data
-        if answers and answers[0][0] in shown[seen:]:
-            seen = len(shown)
-            os.write(terminal, answers.pop(0)[1])
-    else:
-        os.kill(pid, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    os.close(terminal)
-    assert not answers, shown.decode(errors="replace")
-    return shown.decode(errors="replace"), status
-
-
 def test_one_rank_has_the_terminal_itself(here):
     script = "import sys; print([f.isatty() for f in (sys.stdin, sys.stdout, sys.stderr)])\nx = 6\nbreakpoint()\n"
     (here / "ask.py").write_text(script + "print('hello', input('name? '))\n")
@@ -265,6 +236,5 @@ from sherd.cli.run import run_command
 print("status", run_command(["say.py", "--x"], 1, quiet=True), flush=True)
 signal.raise_signal(signal.SIGTERM)
 """
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    result = python(code)
     assert (result.returncode, result.stdout) == (-signal.SIGTERM, "0 ['--x']\nstatus 3\n"), result.stderr

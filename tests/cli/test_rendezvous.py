@@ -24,15 +24,14 @@ from sherd.cli.machines.seat import SILENT_SECONDS, Seat
 from sherd.cli.request import Request
 from sherd.comm.seal import Seal
 from sherd.errors import ConfigError, SherdError
+from tests.helpers.processes import free_port
 
 TOKEN = Seal(b"k" * 32)
 
 
 @pytest.fixture
 def port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    return free_port()
 
 
 def request(port, machine=0, machines=2, *, ranks=2, wait=20.0, address="127.0.0.1"):

@@ -16,9 +16,7 @@ import pytest
 import sherd as library
 from sherd.cli.machines.token import set_token
 from sherd.errors import ConfigError
-from tests.cli.test_cli import SHERD, here, sherd, wait_for
-
-__all__ = ["here"]  # the fixture
+from tests.helpers.processes import SHERD, sherd, wait_for
 
 TELL = """
 import json, os

@@ -12,9 +12,7 @@ import time
 
 import pytest
 
-from tests.cli.machines import NAMES, finished, lines_until, machines
-
-__all__ = ["machines"]  # the fixture
+from tests.cli.machines import NAMES, finished, lines_until
 
 TRAIN = """
 import os, torch, torch.distributed as dist

@@ -7,8 +7,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -25,13 +23,9 @@ from sherd.comm.c10d import sockets
 from sherd.comm.c10d.wire import over_gloo
 from sherd.errors import CommClosed, Diverged, PeerLost, SherdError
 from sherd.testing import run_ranks
+from tests.helpers.processes import descriptors, eventually, python, sherd
 
 TRANSPORTS = ("host", "c10d")
-
-
-def descriptors():
-    gc.collect()
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def shared_mappings():
@@ -46,9 +40,7 @@ def tasks():
 
 def threads(at_most, count=tasks):
     """How many there are, once those of closed communicators have ended: nobody waits for them."""
-    deadline = time.monotonic() + 10.0
-    while count() > at_most and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: count() <= at_most, 10.0)
     return count()
 
 
@@ -321,10 +313,7 @@ def broken_and_dropped(transport, how):
             (c.recv(x, 1) if c.rank == 0 and how == "message" else [c.all_gather, c.all_reduce][c.rank](x)).wait()
             return "no error"
         del c
-        deadline = time.monotonic() + 20.0
-        while there() is not None and time.monotonic() < deadline:
-            time.sleep(0.01)  # the thread of a message, which the other rank wakes when it leaves
-        return there() is None
+        return eventually(lambda: there() is None, 20.0)  # the other rank wakes the thread of a message when it leaves
     finally:
         gc.enable()
 
@@ -394,8 +383,7 @@ raise SystemExit(3)
 @pytest.mark.parametrize(("seconds", "printed"), [(0.4, "came back\n"), (60, "")])
 def test_a_process_waits_a_while_for_threads_in_the_backend_when_it_ends(seconds, printed):
     """They would abort it; and one that does not come back keeps nobody."""
-    command = [sys.executable, "-c", COMING_BACK.format(seconds=seconds)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    done = python(COMING_BACK.format(seconds=seconds), seconds=50)
     assert (done.returncode, done.stdout, done.stderr) == (3, printed, "")
 
 
@@ -417,6 +405,5 @@ assert status == 3, status
 @pytest.mark.parametrize("transport", ["host", "c10d"])
 def test_a_forked_process_may_end_as_processes_do(tmp_path, transport):
     (tmp_path / "forks.py").write_text(FORKS)
-    command = [sys.executable, "-m", "sherd.cli", "run", "-n", "2", str(tmp_path / "forks.py"), transport]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = sherd("run", "-n", "2", tmp_path / "forks.py", transport)
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sherd import CommOptions, comm
 from sherd.comm.deadlock import COLLECTIVE, RECV, SEND, Stance, circle
 from sherd.errors import CommClosed, Diverged, SherdError
-from tests.comm.cluster.test_cluster import on_hosts
+from tests.helpers.hosts import on_hosts
 
 TIMEOUT = 60.0
 NOTICE = 15.0  # seconds; far below TIMEOUT, far above what it takes

@@ -16,7 +16,7 @@ from sherd import CommOptions, comm
 from sherd.comm.objects import PICKLED, ObjectCall
 from sherd.comm.seal import Seal
 from sherd.errors import CommError, ConfigError, Diverged
-from tests.comm.cluster.test_cluster import on_hosts
+from tests.helpers.hosts import on_hosts
 from tests.helpers.training import STRATEGIES, batch, loss_of
 
 SEAL = Seal(b"of the job")

@@ -14,7 +14,7 @@ from sherd import CommOptions, comm
 from sherd.comm.patience import Stopwatch
 from sherd.errors import SherdError
 from sherd.testing import run_ranks
-from tests.comm.cluster.test_cluster import on_hosts
+from tests.helpers.hosts import on_hosts
 
 TIMEOUT = 2.5
 PAUSE = 5.5  # gloo's own timer was twice ours

@@ -21,6 +21,7 @@ from sherd import CommOptions, comm
 from sherd.errors import CommClosed, CommError, Diverged, PeerLost
 from sherd.testing import Died
 from tests.contracts.divergent_programs import WORLD, Odd, execute, program
+from tests.helpers.processes import descriptors
 
 MEGABYTES = 6.0
 """What a process may grow by: caches are bounded. Torch's flight recorder keeps gloo's last 2,000 collectives, 1.7 MB
@@ -56,7 +57,7 @@ class Footprint:
         # What glibc keeps of freed memory depends on how it is cut up. It has one heap for each thread up to some
         # number, and gives back the unused end of the first only.
         self.given_out, kept = _malloc()
-        self.descriptors = len(list(Path("/proc/self/fd").iterdir()))
+        self.descriptors = descriptors()
         self.threads = len(list(Path("/proc/self/task").iterdir()))
         # Not the proportional size: that grows when another process ends which had pages in common with this one.
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -168,8 +168,7 @@ class Launched(Job):
 
     def __init__(self, folder, launchers, transport, **environ):
         super().__init__(folder)
-        paths = os.pathsep.join([str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environ = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "SHERD_SPIN": "0", **environ}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "SHERD_SPIN": "0", **environ}
         environ.pop("GLOO_SOCKET_IFNAME", None)
         (folder / "job.py").write_text(SCRIPT)
         self.log = (folder / "log").open("w")

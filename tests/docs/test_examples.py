@@ -6,16 +6,15 @@ import contextlib
 import difflib
 import functools
 import io
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.helpers.processes import sherd
 from tests.helpers.training import STRATEGIES
 
 ROOT = Path(__file__).parents[2]
@@ -63,11 +62,7 @@ def test_all_ranks_stop_early(ranks):
 
 
 def test_the_command_of_the_page_prints_it_too():
-    paths = os.pathsep.join(path for path in map(os.path.abspath, sys.path) if path)
-    command = [sys.executable, "-m", "sherd.cli", "run", "-n", "2", DISTRIBUTED, "--strategy", "zero3", *CURVE]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, check=False, env={**os.environ, "PYTHONPATH": paths}
-    )
+    ended = sherd("run", "-n", "2", DISTRIBUTED, "--strategy", "zero3", *CURVE)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == plain_curve(CURVE)
 

@@ -17,23 +17,18 @@ import pytest
 from benchmarks import readme
 
 from tests.docs.snippets import PAGES, ROOT, Block, blocks_of, chains_of
+from tests.helpers import processes
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 CHAINS = [chain for page in PAGES for chain in chains_of(blocks_of(page))]
 PARTS = [block for block in BLOCKS if block.file is not None]
 SHELL = [block for block in BLOCKS if block.language in ("sh", "bash", "console")]
+FEW_THREADS = {"OMP_NUM_THREADS": "1", "SHERD_SPIN": "0"}
 OURS = re.compile(r"(?:\.venv/bin/)?sherd|python3? -m sherd")
 
 
-def environment() -> dict[str, str]:
-    paths = os.pathsep.join(path for path in map(os.path.abspath, sys.path) if path)
-    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "SHERD_SPIN": "0"}
-
-
-def run(*command: str, timeout: int = 100) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout, check=False
-    )
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return processes.run(*command, cwd=ROOT, **FEW_THREADS)
 
 
 # ---------------------------------------------------------------- Python
@@ -45,7 +40,7 @@ def runner() -> Iterator[Callable[[list[Block]], str]]:
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.docs.snippets"],
         cwd=ROOT,
-        env=environment(),
+        env={**os.environ, **FEW_THREADS},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -92,7 +87,7 @@ def commands(block: Block) -> list[list[str]]:
 
 @functools.cache
 def help_of(*subcommand: str) -> str:
-    ended = run(sys.executable, "-m", "sherd.cli", *subcommand, "--help")
+    ended = run(*processes.SHERD, *subcommand, "--help")
     assert ended.returncode == 0, f"sherd {' '.join(subcommand)} is no command: {ended.stderr.strip()}"
     return ended.stdout
 
@@ -131,7 +126,7 @@ def problem_of(words: list[str]) -> str | None:
         script = next((word for word in arguments if word.endswith(".py")), None)
         if arguments[:1] == ["run"] and (script is None or not (ROOT / script).exists()):
             return f"has no script to run here ({script}); mark the block <!-- not run: reason -->"
-        ended = run(sys.executable, "-m", "sherd.cli", *arguments)
+        ended = run(*processes.SHERD, *arguments)
         return None if ended.returncode == 0 else f"ended with {ended.returncode}: {ended.stderr}"
     if words[0] == "make":
         ended = run("make", "--dry-run", *words[1:])

@@ -6,8 +6,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -17,6 +15,7 @@ from sherd import observe
 from sherd.errors import ConfigError, Unsupported
 from sherd.observe import EventStream, NullStream, read
 from sherd.observe.events import COMMON, FLUSH_BYTES, SCHEMA, register_kind
+from tests.helpers.processes import python
 
 LINE = {"v": SCHEMA, "t": 1.0, "mono": 5, "rank": 0, "kind": "warning", "step": None, "text": "x"}
 
@@ -180,21 +179,14 @@ observe.emit("step", step=1, loss=0.0)
 """
 
 
-def run_python(source, *arguments, **environment):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
-    return subprocess.run(
-        [sys.executable, "-c", source, *arguments], env=environment, timeout=150, check=False
-    ).returncode
-
-
 def test_what_was_flushed_survives_kill_9(tmp_path):
-    assert run_python(KILLED, str(tmp_path)) == -signal.SIGKILL
+    assert python(KILLED, str(tmp_path)).returncode == -signal.SIGKILL
     steps = [event.step for event in read(tmp_path)]
     assert steps[:500] == list(range(500))
 
 
 def test_a_process_that_just_ends_loses_nothing_not_even_from_exit_handlers(tmp_path):
-    assert run_python(EXITS, SHERD_EVENTS=str(tmp_path / "new" / "events")) == 0
+    assert python(EXITS, SHERD_EVENTS=str(tmp_path / "new" / "events")).returncode == 0
     assert [(event.rank, event.step) for event in read(tmp_path / "new" / "events")] == [(1, 1), (1, 2)]
 
 

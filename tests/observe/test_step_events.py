@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +23,7 @@ from sherd.observe.monitor import RunMonitor
 from sherd.observe.phases import BACKWARD, COMMUNICATION, FORWARD, PHASES, REST, PhaseClock
 from sherd.observe.process import command
 from sherd.observe.runs import load
+from tests.helpers.processes import python
 from tests.helpers.training import batch, close, double, loss_of
 
 STRATEGIES = ("ddp", "zero2", "zero3")
@@ -640,9 +639,7 @@ if sys.argv[1:]:
 
 @pytest.mark.parametrize("error", [None, "on purpose"])
 def test_a_plain_script_tells_how_it_ended(tmp_path, error):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "SHERD_EVENTS": str(tmp_path)}
-    arguments = [sys.executable, "-c", SCRIPT, *([error] if error else [])]
-    ended = subprocess.run(arguments, env=environment, timeout=150, check=False, capture_output=True, text=True)
+    ended = python(SCRIPT, *([error] if error else []), SHERD_EVENTS=str(tmp_path))
     assert (ended.returncode, error is not None and error in ended.stderr) == (
         int(error is not None),
         error is not None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
@@ -22,6 +21,7 @@ import sherd
 from sherd.errors import ConfigError, RankFailed
 from sherd.ranks import call, launching
 from sherd.ranks.output import Output
+from tests.helpers.processes import alive, wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,6 @@ def nothing_left(monkeypatch):
     """No child and no file; and at the start, no variable that would make up for what ranks have to do themselves."""
     for name in ("OMP_NUM_THREADS", "PYTHONUNBUFFERED", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in map(os.path.abspath, sys.path) if path))
     with call.rendezvous():
         pass  # what torch opens once, for good, is open now
     me = psutil.Process()
@@ -37,19 +36,6 @@ def nothing_left(monkeypatch):
     yield
     assert set(me.children(recursive=True)) <= children
     assert me.num_fds() == files
-
-
-def wait_for(condition, what, seconds=150):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come"
-        time.sleep(0.02)
-
-
-def alive(pid):
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 class Prompt:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,9 +17,9 @@ from sherd.cli import main
 from sherd.observe.runs import load
 from sherd.recipes import gpt, vision
 from tests.helpers.browser import BROWSER, opened
+from tests.helpers.processes import run
 
-SHERD = [sys.executable, "-m", "sherd"]
-PATIENCE = 120  # seconds; of a run that hangs
+COMMAND = [sys.executable, "-m", "sherd"]
 TEXT = b"The quick brown fox jumps over the lazy dog. " * 60
 TINY = [
     "--steps",
@@ -48,14 +46,9 @@ def here(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SHERD_SPIN", "0")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in map(os.path.abspath, sys.path) if path))
     monkeypatch.chdir(tmp_path)
     Path("fox.txt").write_bytes(TEXT)
     return tmp_path
-
-
-def outcome(*command):
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 def refused(capsys, *words):
@@ -80,7 +73,7 @@ def pictures(where, classes=2, each=11):
 
 def test_gpt_trains_on_two_ranks_and_its_last_line_is_the_report(here):
     pytest.importorskip("plotly")
-    done = outcome(*SHERD, "train", "gpt", "--ranks", "2", "--run", "mine", "--corpus", "fox.txt", *TINY)
+    done = run(*COMMAND, "train", "gpt", "--ranks", "2", "--run", "mine", "--corpus", "fox.txt", *TINY)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1] == str(Path("mine") / "report.html")
@@ -101,34 +94,34 @@ def test_gpt_trains_on_two_ranks_and_its_last_line_is_the_report(here):
 
 def test_vision_trains_on_two_ranks_on_a_folder_of_images(here):
     pictures(here / "photos")
-    done = outcome(*SHERD, "train", "vision", "--ranks", "2", "--images", "photos", "--quiet", *NETWORK)
+    done = run(*COMMAND, "train", "vision", "--ranks", "2", "--images", "photos", "--quiet", *NETWORK)
     assert done.returncode == 0, done.stderr
     assert "18 images of 8 x 8 to learn from, 4 to be judged by" in done.stdout
     assert done.stdout.count("held-out accuracy") == 2
-    (run,) = Path("runs").glob("vision-*")
-    assert {"loss", "accuracy"} <= load(run).steps[0].figures.keys()
+    (folder,) = Path("runs").glob("vision-*")
+    assert {"loss", "accuracy"} <= load(folder).steps[0].figures.keys()
 
 
 def test_a_copy_of_a_recipe_runs_by_itself(here):
     shutil.copy(gpt.__file__, "mine.py")
-    done = outcome(*SHERD, "run", "--strategy", "zero1", "--events", "events", "mine.py", "--corpus", "fox.txt", *TINY)
+    done = run(*COMMAND, "run", "--strategy", "zero1", "--events", "events", "mine.py", "--corpus", "fox.txt", *TINY)
     assert done.returncode == 0, done.stderr
     assert load("events").start["strategy"] == "zero1"
-    done = outcome(sys.executable, "mine.py", "--corpus", "fox.txt", *TINY, "--strategy", "ddp")
+    done = run(sys.executable, "mine.py", "--corpus", "fox.txt", *TINY, "--strategy", "ddp")
     assert done.returncode == 0, done.stderr
     assert "It writes:" in done.stdout
 
 
 def test_a_copy_on_several_ranks_refuses_bad_input_once(here):
     shutil.copy(gpt.__file__, "mine.py")
-    done = outcome(*SHERD, "run", "-n", "2", "mine.py", "--strategy", "zeor3")
+    done = run(*COMMAND, "run", "-n", "2", "mine.py", "--strategy", "zeor3")
     assert done.returncode == 2
     assert done.stderr.count("gpt: unknown strategy 'zeor3'; did you mean 'zero3'?") == 1
     assert "Traceback" not in done.stderr
 
 
 def test_train_alone_lists_the_recipes(here):
-    done = outcome(*SHERD, "train")
+    done = run(*COMMAND, "train")
     assert done.returncode == 0
     first = [line.split()[0] for line in done.stdout.splitlines()[1:]]
     assert first == ["gpt", "vision"]

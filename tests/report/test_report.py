@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from sherd.report.tensorboard import TensorBoardWriter
 from sherd.report.wording import of_bytes, of_count, of_number, of_ranks, of_seconds
 from tests.helpers.browser import BROWSER, WITHOUT, opened
 from tests.helpers.fake_runs import FakeRun, write_run
+from tests.helpers.processes import python
 
 plotly = pytest.importorskip("plotly", reason="plotly is not installed (pip install 'sherd[report]')")
 in_browser = pytest.mark.skipif(BROWSER is None, reason=WITHOUT)
@@ -275,7 +275,7 @@ def test_without_plotly_it_says_what_to_install(folders, capsys, monkeypatch):
 
 def test_help_does_not_import_what_only_a_report_needs():
     code = "import sys, sherd.cli, sherd.cli.report; print('plotly' in sys.modules, 'sherd.report.html' in sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    ended = python(code)
     assert ended.stdout.split() == ["False", "False"]
 
 

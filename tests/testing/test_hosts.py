@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from sherd.errors import ConfigError, Unsupported
 from sherd.testing import Hosts, _namespaces
+from tests.helpers.hosts import hosts_or_skip
+from tests.helpers.processes import eventually
 
 
 def where():
@@ -116,10 +118,7 @@ def test_nothing_is_left_behind():
         place = hosts[0].namespace
         assert Path(place).exists()
         hosts.run(where)
-    deadline = time.monotonic() + 5.0
-    while Path(place).exists() and time.monotonic() < deadline:
-        time.sleep(0.01)  # a thread is joined a moment before the kernel has ended it
-    assert not Path(place).exists()
+    assert eventually(lambda: not Path(place).exists())  # a thread is joined a moment before the kernel has ended it
     assert threading.active_count() <= threads
     assert not any("host0" in name for _, name in socket.if_nameindex())
     with pytest.raises(ConfigError, match="closed"):
@@ -133,10 +132,3 @@ def test_where_namespaces_are_not_allowed_the_reason_is_said(monkeypatch):
     monkeypatch.setattr(_namespaces, "_system_call", refuse)
     with pytest.raises(Unsupported, match=r"cannot be made here: .*unshare: Operation not permitted; they need root"):
         Hosts(2)
-
-
-def hosts_or_skip(*args, **options):
-    try:
-        return Hosts(*args, **options)
-    except Unsupported as error:
-        pytest.skip(str(error))

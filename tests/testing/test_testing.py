@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from sherd.errors import ConfigError, RankFailed
 from sherd.testing import Died, RankPool, RanksTimedOut, run_ranks
+from tests.helpers.processes import alive, descriptors, eventually
 
 pytestmark = pytest.mark.alone
 
@@ -31,22 +32,6 @@ def pair():
 
 def rank() -> int:
     return int(os.environ["RANK"])
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def eventually(condition, seconds: float = 5.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return False
 
 
 # What ranks run
@@ -457,14 +442,14 @@ def test_arguments_are_checked(pair):
 
 def test_no_files_and_no_processes_are_left():
     run_ranks(all_reduce, 2, torch.ones(1))  # what is opened once, for good, is open now
-    files = len(list(Path("/proc/self/fd").iterdir()))
+    files = descriptors()
     children = len(multiprocessing.active_children())
     pids: list[int] = []
     for _ in range(10):
         pids += run_ranks(pid, 2)
         with pytest.raises(RankFailed):
             run_ranks(raise_late, 2, [0.0, 0.0])
-    assert len(list(Path("/proc/self/fd").iterdir())) == files
+    assert descriptors() == files
     assert len(multiprocessing.active_children()) == children
     assert not any(map(alive, pids))
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import subprocess
-import sys
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -22,6 +20,7 @@ from sherd.comm.backend import heap
 from sherd.errors import ConfigError, Unsupported
 from tests.helpers.backend import backend, in_two_threads
 from tests.helpers.comm_reference import reduced, tensor_of
+from tests.helpers.processes import python
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 SHAPES = ((1,), (7, 6), (3, 0), (40_001,))
@@ -424,7 +423,7 @@ x = torch.ones(2)
 dist.all_reduce(x)
 print(dist.get_backend(), dist.get_default_backend_for_device("cpu"), x.tolist())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=False)
+    done = python(code)
     assert done.stdout.split("\n")[0] == "sherd gloo [1.0, 1.0]", done.stderr
 
 

@@ -13,6 +13,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 import sherd.comm.c10d.guard
 from sherd.comm.c10d.guard import Guard
+from tests.helpers.processes import eventually
 
 ENOUGH = 10.0  # seconds; it takes a millisecond
 
@@ -35,12 +36,7 @@ def watching(store, door):
 
 
 def sees_an_end(guard, within=ENOUGH):
-    deadline = time.monotonic() + within
-    while time.monotonic() < deadline:
-        if guard.dead():
-            return True
-        time.sleep(0.001)
-    return False
+    return eventually(guard.dead, within)
 
 
 def watched_in_a_process(server, then):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 
 import pytest
@@ -13,19 +12,11 @@ from sherd.errors import Diverged, PeerLost, Unsupported
 from tests.comm import test_leaks, test_operations, test_under_way
 from tests.comm.test_under_way import MIXED, mixture
 from tests.helpers.comm_reference import reduced, tensor_of
+from tests.helpers.hosts import on_hosts
 from tests.helpers.log_lines import log_lines
 
 SMALL_CHUNKS = test_operations.SMALL_CHUNKS
 CLUSTER = {"transport": "cluster", **SMALL_CHUNKS}
-
-
-def on_hosts(local, fn, *args):
-    """`fn(*args)` where every `local` ranks play a host."""
-    label = "abcdefgh"[int(os.environ["RANK"]) // local]
-    connect = comm.connect
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm, "connect", lambda options: connect(options.replace(host=label)))
-        return fn(*args)
 
 
 @pytest.mark.parametrize(("hosts", "local"), [(2, 2), (3, 1), (2, 3)])

@@ -13,7 +13,7 @@ import torch
 from sherd import CommOptions, SherdError, comm
 from sherd.testing import Died, run_ranks
 from tests.comm import test_faults, test_under_way
-from tests.comm.cluster.test_cluster import on_hosts
+from tests.helpers.hosts import on_hosts
 
 OPERATIONS = ("reduce_scatter", "all_gather", "all_reduce", "broadcast", "all_to_all", "barrier")
 

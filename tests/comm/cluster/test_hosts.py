@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from sherd import CommOptions, comm
-from sherd.errors import SherdError, Unsupported
-from sherd.testing import Died, Hosts
+from sherd.errors import SherdError
+from sherd.testing import Died
 from tests.comm import test_operations, test_under_way
 from tests.helpers.comm_reference import reduced, tensor_of
+from tests.helpers.hosts import hosts_or_skip
 from tests.helpers.log_lines import log_lines
 
 TIMEOUT = 3.0
@@ -134,7 +135,7 @@ def aftermath():
 
 
 def after(what, transport):
-    with hosts_or_skip(*PLACES[transport]) as hosts:
+    with cluster_or_skip(*PLACES[transport]) as hosts:
         results = hosts.run(attempt, list(hosts), transport, what, VICTIM)
         hosts[VICTIM].link_up()
     return results
@@ -172,7 +173,7 @@ def test_a_paused_host_is_a_warning_and_then_an_error_that_name_it(aftermath, tr
 @FAULTY
 def test_a_rank_killed_on_another_host_is_named_before_any_timeout(transport):
     count, victim = PLACES[transport]  # the first rank of host 1
-    with hosts_or_skip(count, victim) as hosts:
+    with cluster_or_skip(count, victim) as hosts:
         results = hosts.run(attempt, list(hosts), transport, "kill", VICTIM, expected_exits={victim: -signal.SIGKILL})
     for rank, result in enumerate(results):
         if rank == victim:
@@ -197,15 +198,12 @@ def over_a_slow_cable(hosts):
 
 
 def test_a_slow_cable_is_a_warning_that_names_its_host():
-    with hosts_or_skip(2, 2) as hosts:
+    with cluster_or_skip(2, 2) as hosts:
         results = hosts.run(over_a_slow_cable, list(hosts))
     assert [total for total, _ in results] == [4.0] * 4
     warned = [line for _, lines in results[:2] for line in lines]
     assert any("on host1 (pid" in line.partition("for ")[2] for line in warned), results
 
 
-def hosts_or_skip(count, local):
-    try:
-        return Hosts(count, ranks_per_host=local, timeout=40)
-    except Unsupported as error:
-        pytest.skip(str(error))
+def cluster_or_skip(count, local):
+    return hosts_or_skip(count, ranks_per_host=local, timeout=40)

@@ -19,8 +19,9 @@ from sherd.api.training import training_of
 from sherd.engine.gathering import WINDOW
 from sherd.errors import SherdError
 from sherd.testing import Died
-from tests.comm.cluster.test_hosts import CHATTER, HEADERS, PLACES, TIMEOUT, VICTIM, WARN_AFTER, hosts_or_skip
+from tests.comm.cluster.test_hosts import CHATTER, HEADERS, PLACES, TIMEOUT, VICTIM, WARN_AFTER, cluster_or_skip
 from tests.helpers.log_lines import log_lines
+from tests.helpers.processes import wait_for
 from tests.helpers.training import same, weights
 
 STEPS = 5
@@ -119,10 +120,7 @@ class Meeting:
     def attend(self, name, count):
         """Wait until `count` ranks have come."""
         (self._folder / f"{name}-{self._rank}").touch()
-        deadline = time.monotonic() + 30.0
-        while len(list(self._folder.glob(f"{name}-*"))) < count:
-            assert time.monotonic() < deadline, f"{count} ranks did not come: {sorted(self._folder.iterdir())}"
-            time.sleep(0.01)
+        wait_for(lambda: len(list(self._folder.glob(f"{name}-*"))) >= count, f"{name} of {count} ranks", 30.0)
 
 
 class Told(NamedTuple):
@@ -236,7 +234,7 @@ def after(folder, what, transport, strategy):
     """What the ranks were told of the fault: those of the hosts that were not hit, and those of the one that was."""
     count, local = PLACES[transport]
     killed = range(VICTIM * local, (VICTIM + 1) * local) if what == "kill" else ()
-    with hosts_or_skip(count, local) as hosts:
+    with cluster_or_skip(count, local) as hosts:
         arguments = (list(hosts), folder, transport, strategy, what, VICTIM)
         results = hosts.run(trained, *arguments, expected_exits=dict.fromkeys(killed, -signal.SIGKILL))
         hosts[VICTIM].link_up()
@@ -317,7 +315,7 @@ def slowed(hosts, strategy, slow):
 
 
 def test_a_slow_host_is_a_warning_that_names_it_and_training_goes_on():
-    with hosts_or_skip(2, 2) as hosts:
+    with cluster_or_skip(2, 2) as hosts:
         quick = hosts.run(slowed, list(hosts), "zero2", False)
         slow = hosts.run(slowed, list(hosts), "zero2", True)
     for found, _ in (*quick, *slow):

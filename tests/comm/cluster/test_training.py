@@ -8,7 +8,7 @@ import torch
 import sherd
 from sherd import CommOptions, comm
 from sherd.api.training import training_of
-from tests.comm.cluster.test_cluster import on_hosts
+from tests.helpers.hosts import on_hosts
 from tests.helpers.parity_models import adamw, batch, build, loss_of
 from tests.helpers.training import STRATEGIES, all_same, same
 

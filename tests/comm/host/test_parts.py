@@ -26,6 +26,7 @@ from sherd.comm.host.shared import STAGED, SharedMemory
 from sherd.comm.host.staging import Geometry, Staging
 from sherd.comm.host.support import unsupported_reason
 from sherd.errors import ConfigError, PeerLost, TimedOut
+from tests.helpers.processes import python
 
 
 def segment(nbytes):
@@ -263,7 +264,7 @@ def test_signals_are_not_swallowed_while_waiting():
         "except KeyboardInterrupt:\n"
         "    print('interrupted')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    done = python(code)
     assert done.stdout.strip() == "interrupted", done.stderr
 
 

@@ -16,8 +16,8 @@ from sherd.api.training import training_of
 from sherd.engine import gathered_store
 from sherd.engine.gathering import WINDOW
 from sherd.engine.pages import DevicePages, resident_bytes
-from tests.comm.cluster.test_cluster import on_hosts
 from tests.engine.parameters.test_gathered import LAYER, WAYS, WIDTH, both, deep, inputs
+from tests.helpers.hosts import on_hosts
 from tests.helpers.training import adamw, all_same, batch, connected, loss_of, network, sgd, weights
 
 
