@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+import subprocess
+from collections.abc import Callable, Generator, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -62,8 +65,48 @@ LONG = (
 """Files that come first, so that side by side none of them is left over at the end."""
 
 
+COSTS = ("pure", "fake", "ranks", "hosts")
+"""What a test needs, cheapest first; pyproject.toml says what each marker means. Every test has exactly one."""
+
+BY_FIXTURE = {"ranks": "ranks", "hosts": "hosts", "machines": "hosts", "places": "hosts"}
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+    costs = {item: _cost(item) for item in items}
+    for module in {item.getparent(pytest.Module) for item in items}:
+        module.own_markers = [mark for mark in module.own_markers if mark.name not in COSTS]
+    for item, cost in costs.items():
+        if item.get_closest_marker(cost) is None:
+            item.add_marker(cost)
+
+
+def _cost(item: pytest.Item) -> str:
+    """By the test's own marker, by its fixtures, or by the `pytestmark` of its file, whichever there is first."""
+    own, of_file = (
+        [mark.name for mark in node.own_markers if mark.name in COSTS] for node in (item, item.getparent(pytest.Module))
+    )
+    needs = [BY_FIXTURE[name] for name in item.fixturenames if name in BY_FIXTURE]
+    found = own or sorted(needs, key=COSTS.index)[-1:] or of_file
+    if len(found) != 1 or any(COSTS.index(found[0]) < COSTS.index(need) for need in needs):
+        told = f"markers {own or of_file}, and fixtures that need {needs}"
+        raise pytest.UsageError(f"{item.nodeid}: one of {', '.join(COSTS)} must say what the test costs, found {told}")
+    return found[0]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Tests that are said to start no process cannot."""
+    with pytest.MonkeyPatch.context() as patch:
+        if item.get_closest_marker("pure") or item.get_closest_marker("fake"):
+            for owner, name in ((BaseProcess, "start"), (subprocess.Popen, "__init__"), (os, "fork")):
+                patch.setattr(owner, name, _refuse)
+        return (yield)
+
+
+def _refuse(*arguments: object, **options: object) -> NoReturn:
+    raise AssertionError("a test that is marked `pure` or `fake` starts a process: mark it `ranks`")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -28,6 +28,8 @@ from tests.helpers.training import (
     weights,
 )
 
+pytestmark = pytest.mark.fake
+
 
 def same_objects():
     with connected() as c:

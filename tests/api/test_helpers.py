@@ -25,6 +25,8 @@ from tests.helpers.loaders import Numbers, Pairs
 from tests.helpers.processes import python, run
 from tests.helpers.training import STRATEGIES, batch, connected, loss_of, network, sgd, weights
 
+pytestmark = pytest.mark.pure
+
 # ---------------------------------------------------------------- who is who
 
 
@@ -56,6 +58,7 @@ def test_variables_that_are_no_numbers_are_refused(monkeypatch):
         sherd.world()
 
 
+@pytest.mark.ranks
 def test_everything_is_found_by_dir_without_importing_torch():
     code = (
         "import sys, sherd; assert dir(sherd) == sorted(sherd.__all__) and 'torch' not in sys.modules;"
@@ -152,6 +155,7 @@ def alone():
         sherd.gather(1.0)
 
 
+@pytest.mark.ranks
 def test_helpers_that_differ_between_ranks_are_found_out():
     with pytest.raises(sherd.RankFailed) as caught:
         run_ranks(alone, 2, env={"SHERD_TIMEOUT": "60"})
@@ -354,6 +358,7 @@ def without_a_loader():
         sherd.mean(1.0)
 
 
+@pytest.mark.ranks
 def test_without_a_loader_n_has_to_be_said():
     run_ranks(without_a_loader, 1)
 
@@ -594,6 +599,7 @@ def recorded(folder):
             optimizer.zero_grad()
 
 
+@pytest.mark.ranks
 def test_events_hear_how_many_steps_there_will_be(tmp_path):
     run_ranks(recorded, 1, tmp_path)
     lengths = [event.fields["steps"] for event in observe.read(tmp_path) if event.kind == "run.length"]
@@ -645,6 +651,7 @@ sherd.print(json.dumps([sherd.world(), mean, sherd.gather(sherd.rank()), sherd.b
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("launcher", "world"),
     [([], 1), (["-m", "sherd.cli", "run", "-n", "2"], 2), (["-m", "torch.distributed.run", "--nproc-per-node=2"], 2)],
@@ -657,6 +664,7 @@ def test_helpers_need_no_distribute_and_no_launcher(tmp_path, launcher, world):
     assert json.loads(line[line.index("[") :]) == [world, (world - 1) / 2, list(range(world)), "x"]
 
 
+@pytest.mark.ranks
 def test_inside_launch():
     def inside():
         return sherd.rank(), sherd.world(), sherd.mean(1.0, n=sherd.rank())

@@ -252,6 +252,7 @@ def test_what_is_refused_is_as_before_and_can_be_passed_again(ranks, strategy, t
     ranks(2).run(refused_by_ranks, strategy, transport)
 
 
+@pytest.mark.fake
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_in_a_world_of_one_too(strategy):
     refused(SoloCommunicator(), strategy, ALWAYS)

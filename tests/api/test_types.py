@@ -17,6 +17,8 @@ import sherd
 from sherd.api.typing import DistributeOptions, StrategyName
 from sherd.strategies import registry
 
+pytestmark = pytest.mark.pure
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("typed_script.py")
 ERROR = re.compile(r"typed_script\.py:(\d+): error: ")
@@ -27,6 +29,7 @@ OPTIONS = (
 )
 
 
+@pytest.mark.ranks
 def test_mypy_knows_every_argument_and_option():
     pytest.importorskip("mypy", reason="mypy is among the dev requirements")
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", str(SCRIPT)]
@@ -69,6 +72,7 @@ def test_help_and_types_name_the_values_that_are_taken(kind):
             assert len(re.findall(r"'\w+'", str(caught.value).split("valid: ")[1])) == len(values)
 
 
+@pytest.mark.fake
 def test_a_name_that_no_type_checker_saw_is_refused_with_the_nearest():
     with pytest.raises(sherd.ConfigError, match="no option 'clip_nrom'; did you mean 'clip_norm'"):
         sherd.distribute(sherd.ZeRO, clip_nrom=1.0)

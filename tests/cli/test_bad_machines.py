@@ -13,6 +13,8 @@ import pytest
 from sherd import machine
 from tests.helpers import processes
 
+pytestmark = pytest.mark.ranks
+
 CONNECT = "from sherd import comm\nwith comm.connect() as ranks: print(f'{ranks.world}\\n', end='')\n"
 LAUNCH = """
 import sherd

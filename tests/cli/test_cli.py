@@ -21,7 +21,10 @@ from sherd.cli.words import ranges
 from tests.cli.scripts import notes, ranks_alive, two_ranks_that_sleep
 from tests.helpers.processes import PATIENCE, SHERD, free_port, python, run, sherd, wait_for
 
+pytestmark = pytest.mark.ranks
 
+
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -67,7 +70,6 @@ from tests.helpers.processes import PATIENCE, SHERD, free_port, python, run, she
             "--hosts starts every machine itself",
         ),
         (["run", "--hosts", "a,b", "--ssh", "", "rank_script.py"], "--ssh is empty"),
-        (["run", "--hosts", "a,b", "--ssh", "/absent/ssh", "rank_script.py"], "'/absent/ssh' cannot be run (No such"),
         (["run", "--hosts", "a,b", "--live", "rank_script.py"], "with several machines write --events DIR as well"),
         (["rum"], "No such command 'rum'; did you mean 'run'? (sherd --help lists"),
         (["doctor", "--jsn"], "No such option: --jsn; did you mean '--json'? (sherd doctor --help"),
@@ -75,6 +77,15 @@ from tests.helpers.processes import PATIENCE, SHERD, free_port, python, run, she
 )
 def test_bad_input_is_one_kind_line(here, capfd, arguments, message):
     (here / "bad_syntax.py").write_text("x = 1\ny = = 2\n")
+    one_kind_line(capfd, arguments, message)
+
+
+def test_an_ssh_that_cannot_be_run_is_one_kind_line(here, capfd):
+    arguments = ["run", "--hosts", "a,b", "--ssh", "/absent/ssh", "rank_script.py"]
+    one_kind_line(capfd, arguments, "'/absent/ssh' cannot be run (No such")
+
+
+def one_kind_line(capfd, arguments, message):
     with pytest.raises(SystemExit) as end:
         main(arguments)
     output = capfd.readouterr()
@@ -85,6 +96,7 @@ def test_bad_input_is_one_kind_line(here, capfd, arguments, message):
     assert output.err.count("\n") == 1
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -105,6 +117,7 @@ def test_bad_input_ends_the_process_without_a_traceback(here):
     assert re.fullmatch(r"sherd: .*found 'two', expected a whole number from 1.*\n", result.stderr)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
 def test_help_lists_the_commands(capfd, arguments):
     with pytest.raises(SystemExit) as end:
@@ -141,10 +154,12 @@ def test_completion(monkeypatch):
     assert result.stdout.split() == ["zero1", "zero2", "zero3"], result.stderr
 
 
+@pytest.mark.pure
 def test_the_names_of_strategies_are_those_of_the_registry():
     assert strategies.names() == STRATEGIES
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("found", "words"),
     [
@@ -159,6 +174,7 @@ def test_ranges(found, words):
     assert ranges(found) == words
 
 
+@pytest.mark.pure
 def test_every_variable_in_the_source_is_known_and_documented():
     root = Path(__file__).parents[2]
     found = set()
@@ -170,6 +186,7 @@ def test_every_variable_in_the_source_is_known_and_documented():
         assert f"| `{name}` | {meaning} |" in page, name
 
 
+@pytest.mark.pure
 def test_misspelt_variables_are_named():
     assert misspelt(["SHERD_TIMEOUT", "HOME", "SHERD_TIMOUT", "SHERD_QQ"]) == [
         "SHERD_QQ is not known; docs/running.md lists the variables",
@@ -177,6 +194,7 @@ def test_misspelt_variables_are_named():
     ]
 
 
+@pytest.mark.pure
 def test_what_deserves_a_warning(monkeypatch):
     monkeypatch.setattr(checks, "available_memory", lambda: 8 * checks.RANK_BYTES)
     monkeypatch.setattr(checks, "cores", lambda: 2)
@@ -187,12 +205,14 @@ def test_what_deserves_a_warning(monkeypatch):
     assert starved.startswith("9 ranks need 1.8 GiB for torch alone, and 1.6 GiB are free")
 
 
+@pytest.mark.pure
 def test_auto_is_a_rank_per_core_up_to_eight(monkeypatch):
     for cores, ranks in ((1, 1), (6, 6), (64, 8)):
         monkeypatch.setattr(options, "cores", lambda cores=cores: cores)
         assert options.rank_count("auto") == ranks
 
 
+@pytest.mark.pure
 def test_version(capfd):
     with pytest.raises(SystemExit) as end:
         main(["--version"])

@@ -19,6 +19,8 @@ from sherd.comm import seal
 from tests.cli.scripts import notes, ranks_alive
 from tests.helpers.processes import PATIENCE, SHERD, free_port, sherd, wait_for
 
+pytestmark = pytest.mark.ranks
+
 # As ssh does it: the words of the command become one string for a shell, in an environment that is not ours.
 SSH = """#!/bin/sh
 host=$1; shift
@@ -122,6 +124,7 @@ def test_bad_input_of_a_host_has_its_name(here, ssh):
     assert result.stderr.startswith("sherd on a: the script 'absent.py' does not exist")
 
 
+@pytest.mark.pure
 def test_the_command_for_a_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(
         os,
@@ -141,5 +144,6 @@ def test_the_command_for_a_machine(monkeypatch, tmp_path):
     assert "HOME" not in command
 
 
+@pytest.mark.pure
 def test_the_token_has_one_name():
     assert TOKEN == seal.TOKEN == attendance.TOKEN

@@ -21,6 +21,8 @@ from sherd.observe.runs import Follower, RunRecord, load
 from tests.cli.scripts import in_terminal
 from tests.helpers.processes import SHERD, sherd
 
+pytestmark = pytest.mark.pure
+
 START = 1000.0
 
 
@@ -282,6 +284,7 @@ print("done")
 """
 
 
+@pytest.mark.ranks
 def test_a_debugger_under_the_live_display(here, monkeypatch):
     monkeypatch.setenv("SHERD_SPIN", "0")
     (here / "train.py").write_text(TRAIN)
@@ -304,6 +307,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.ranks
 def test_a_rank_that_exits_with_a_status_has_not_ended_well(here, monkeypatch):
     monkeypatch.setenv("SHERD_SPIN", "0")
     (here / "train.py").write_text(FAILS)
@@ -317,6 +321,7 @@ def test_a_rank_that_exits_with_a_status_has_not_ended_well(here, monkeypatch):
     assert after == before, "a run that wrote no events does not end the one before it"
 
 
+@pytest.mark.ranks
 def test_a_run_that_is_watched_without_a_terminal(here, monkeypatch):
     monkeypatch.setenv("SHERD_SPIN", "0")
     (here / "train.py").write_text(TRAIN)

@@ -16,6 +16,8 @@ from sherd.cli import tied
 from tests.cli.scripts import notes, ranks_alive, two_ranks_that_sleep
 from tests.helpers.processes import SHERD, sherd, wait_for
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.mark.parametrize("ignored", [[], ["SIGTERM", "SIGHUP", "SIGINT"]])
 def test_ranks_end_when_the_launcher_is_killed(here, ignored):

@@ -19,6 +19,8 @@ from sherd.cli.request import Showing
 from tests.cli.scripts import in_terminal
 from tests.helpers.processes import PATIENCE, SHERD, python, sherd
 
+pytestmark = pytest.mark.ranks
+
 
 def run_codes(codes, showing=None):
     """Plain interpreters in the place of ranks: what each is to run."""
@@ -106,6 +108,7 @@ def test_a_traceback_that_all_share_is_shown_once(capfd, hook):
     assert re.search(r"^\[rank 4\] .*good$", output, flags=re.MULTILINE)
 
 
+@pytest.mark.pure
 def test_a_rank_that_was_killed_in_the_middle_of_the_same_traceback():
     shown, said = [], []
     tracebacks = Tracebacks(lambda rank, lines: shown.append(rank), said.append)
@@ -116,6 +119,7 @@ def test_a_rank_that_was_killed_in_the_middle_of_the_same_traceback():
     assert (shown, said) == ([0], ["ranks 1-2: the same"])
 
 
+@pytest.mark.pure
 def test_a_rank_that_says_the_same_again_is_heard():
     shown, said = [], []
     tracebacks = Tracebacks(lambda rank, lines: shown.append(rank), said.append)
@@ -126,6 +130,7 @@ def test_a_rank_that_says_the_same_again_is_heard():
     assert (shown, said) == ([0, 0], ["rank 1: the same", "rank 1: the same"])
 
 
+@pytest.mark.pure
 def test_the_same_last_words_are_shown_once():
     shown, said = [], []
     tracebacks = Tracebacks(lambda rank, lines: shown.append((rank, b"".join(lines))), said.append)
@@ -156,6 +161,7 @@ def test_ranks_that_refuse_their_arguments_say_so_once(here):
     assert "what it wrote" not in result.stderr
 
 
+@pytest.mark.pure
 def test_the_exception_of_a_chain_is_the_last():
     text = b"""Traceback (most recent call last):
   File "a"
@@ -170,6 +176,7 @@ OSError: rank 7 at 0x7f00 on port 4711
     assert exception_of(text.splitlines(keepends=True)) == b"OSError: # at # on #"
 
 
+@pytest.mark.pure
 @given(st.lists(st.binary(max_size=12).map(lambda data: data.replace(b"\x00", b"\n").replace(b"\x01", b"\r"))))
 def test_pieces_are_the_bytes_that_came(chunks):
     pieces = Pieces()

@@ -18,6 +18,8 @@ from sherd.cli.machines.token import set_token
 from sherd.errors import ConfigError
 from tests.helpers.processes import SHERD, sherd, wait_for
 
+pytestmark = pytest.mark.ranks
+
 TELL = """
 import json, os
 names = ("SHERD_TOKEN", "GLOO_SOCKET_IFNAME")
@@ -49,6 +51,7 @@ def test_every_run_on_one_machine_has_a_new_one(here):
     assert first != second
 
 
+@pytest.mark.pure
 def test_the_users_own_is_kept(here, monkeypatch):
     def token(file=None, machines=1):
         with monkeypatch.context() as inside:
@@ -68,6 +71,7 @@ def test_the_users_own_is_kept(here, monkeypatch):
     assert token("token") == token("token", 2) == "from a file named by an option"
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("content", "words"),
     [

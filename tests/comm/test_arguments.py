@@ -382,6 +382,7 @@ def test_a_call_that_is_refused_has_sent_nothing(ranks, function, transport):
     ranks(2).run(function, transport)
 
 
+@pytest.mark.fake
 def test_the_message_says_rank_operation_dtype_and_what_to_write():
     with connected() as c, pytest.raises(SherdError) as caught:
         c.all_reduce(torch.ones(2).to(torch.float8_e5m2))

@@ -19,6 +19,8 @@ from sherd.errors import CommClosed, Diverged, PeerLost, RankFailed, SherdError
 from sherd.testing import Died, run_ranks
 from tests.helpers.log_lines import log_lines
 
+pytestmark = pytest.mark.ranks
+
 TRANSPORTS = ("host", "c10d")
 BIG = 3_000_000  # more than all staging chunks hold, so that nobody can be through before the others are
 NOTICE = 10.0  # seconds; far below TIMEOUT, far above what it takes (measured by the benchmark, not here)

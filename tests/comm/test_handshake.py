@@ -26,6 +26,8 @@ from sherd.comm.seal import Seal
 from sherd.errors import ConfigError, SherdError
 from sherd.testing import Hosts, run_ranks
 
+pytestmark = pytest.mark.ranks
+
 connecting = importlib.import_module("sherd.comm.connect")  # a function has that name too
 TIMEOUT = 60.0
 STAGES = ("hello", "torch.distributed", "card", "group", "leader", "reads", "gloo", "columns")
@@ -83,6 +85,7 @@ def test_a_rank_killed_while_gloo_connects_is_named(stage, transport):
 
 
 @pytest.mark.parametrize("stage", ["hello", "gloo"])
+@pytest.mark.hosts
 def test_a_rank_killed_on_another_host_is_named(stage, hosts_of_one):
     check_named(hosts_of_one.run(dies_at, stage, "c10d", timeout=90, expected_exits={1: -9}), (0, 2))
 
@@ -100,6 +103,7 @@ def sends_and_leaves():
         return _heard(lambda: ranks.broadcast(values).wait())[0], values.sum().item()
 
 
+@pytest.mark.hosts
 def test_what_a_rank_has_sent_arrives_after_it_has_left(hosts_of_one):
     hosts_of_one[0].slow_down("8mbit")
     try:
@@ -267,6 +271,7 @@ def test_what_a_stranger_writes_into_the_store_is_not_believed(transport):
     assert run_ranks(lied_to, 2, transport, timeout=90) == [[2.0, 2.0]] * 2
 
 
+@pytest.mark.fake
 def test_notes_of_others_are_not_there(tmp_path):
     store = torch.distributed.FileStore(str(tmp_path / "store"))
     mine, theirs = Notes(store, Seal(b"mine")), Notes(store, Seal(b"theirs"))

@@ -25,6 +25,8 @@ from sherd.errors import CommClosed, Diverged, PeerLost, SherdError
 from sherd.testing import run_ranks
 from tests.helpers.processes import descriptors, eventually, python, sherd
 
+pytestmark = pytest.mark.ranks
+
 TRANSPORTS = ("host", "c10d")
 
 

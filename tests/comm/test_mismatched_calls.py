@@ -156,6 +156,7 @@ def stance(kind, count, peer=-1, collectives=0, sends=None, recvs=None):
     return Stance(kind, peer, count, "", collectives, sends or {}, recvs or {})
 
 
+@pytest.mark.pure
 def test_circles():
     reducing = stance(COLLECTIVE, 1, collectives=1)
     receiving = stance(RECV, 1, 0, recvs={0: 1})
@@ -168,6 +169,7 @@ def test_circles():
     assert Stance.from_dict(receiving.to_dict()) == receiving
 
 
+@pytest.mark.pure
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=5))
 def test_collectives_alone_are_never_a_circle(numbers):
     """Whatever is under way, a rank waits for no more than it has issued itself."""

@@ -11,6 +11,8 @@ import pytest
 from sherd.comm import network
 from sherd.errors import ConfigError
 
+pytestmark = pytest.mark.pure
+
 CABLE, FAST, LO = ["10.0.0.2", "fd00::2"], ["192.168.7.2"], ["127.0.0.1", "::1"]
 
 

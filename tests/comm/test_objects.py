@@ -46,6 +46,7 @@ def call(number=1, trusted=False, seal=SEAL, operation="all_gather_object", worl
     return ObjectCall(operation, number, world, trusted, seal)
 
 
+@pytest.mark.pure
 def test_a_pickle_goes_where_it_was_sealed_for_and_nowhere_else():
     packed = call().packed(Own(3), 1)
     assert call().unpacked([packed], [1])[0].rank == 3
@@ -58,6 +59,7 @@ def test_a_pickle_goes_where_it_was_sealed_for_and_nowhere_else():
         call(seal=None).unpacked([packed], [1])
 
 
+@pytest.mark.pure
 def test_a_strangers_pickle_is_not_read(tmp_path):
     path = tmp_path / "ran"
     touch = pickle.dumps(Touch(str(path)))

@@ -16,6 +16,8 @@ from sherd.errors import SherdError
 from sherd.testing import run_ranks
 from tests.helpers.hosts import on_hosts
 
+pytestmark = pytest.mark.ranks
+
 TIMEOUT = 2.5
 PAUSE = 5.5  # gloo's own timer was twice ours
 
@@ -92,6 +94,7 @@ def test_a_rank_that_is_paused_alone_is_named(tmp_path, transport):
             assert "rank 1 on" in text.partition("did not come within")[0], text
 
 
+@pytest.mark.pure
 def test_a_jump_of_the_clock_counts_for_no_more_than_a_look(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr("sherd.comm.patience.time.monotonic", lambda: now[0])

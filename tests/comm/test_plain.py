@@ -20,6 +20,8 @@ from sherd.comm.plain import NUMBERS, NotPlain, dumps, loads
 from sherd.errors import CommError
 from sherd.layout.entry import ITEMSIZE
 
+pytestmark = pytest.mark.pure
+
 DTYPES = (*ITEMSIZE, "float8_e8m0fnu")
 DEVICES = ("cpu", "cuda:1", "meta", "cuda")
 

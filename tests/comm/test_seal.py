@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from sherd.comm.seal import Seal, seal_of_token
 from sherd.errors import ConfigError
 
+pytestmark = pytest.mark.pure
+
 SEAL = Seal(b"a key")
 
 

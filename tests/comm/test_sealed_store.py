@@ -19,6 +19,7 @@ SEAL = Seal(b"of the job")
 LIMIT = timedelta(seconds=10)
 
 
+@pytest.mark.fake
 def test_it_is_a_store_to_those_who_have_the_key():
     plain = HashStore()
     sealed = [SealedStore(plain, Seal(b"of the job")) for _ in range(2)]
@@ -37,6 +38,7 @@ def test_it_is_a_store_to_those_who_have_the_key():
     assert one.delete_key("key") and not other.check(["key"])
 
 
+@pytest.mark.fake
 def test_what_others_wrote_is_not_read():
     plain = HashStore()
     store = SealedStore(plain, SEAL)

@@ -12,6 +12,8 @@ from sherd.comm.summation import SUM_BLOCK, SummationTree, combine, cut_for
 from sherd.errors import ConfigError
 from tests.helpers.comm_reference import DTYPES, OPERATORS, reduced, tensor_of
 
+pytestmark = pytest.mark.pure
+
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())

@@ -26,6 +26,8 @@ from sherd.comm.notes import Notes
 from sherd.errors import SherdError
 from sherd.testing import Hosts, RankPool
 
+pytestmark = pytest.mark.ranks
+
 WORLD = 3
 ENDS = r"\(pid \d+\) (was killed by SIGKILL|ended|was gone|left)"
 PATIENT = 20.0  # seconds, where others use the machine too: far below the timeout
@@ -158,6 +160,7 @@ def test_many_kills_on_one_host(tmp_path, transport):
         check_kills(pool, tmp_path, transport, KILLS // 2, 2, 1.0)
 
 
+@pytest.mark.hosts
 @pytest.mark.fuzz
 def test_many_kills_across_hosts(tmp_path):
     with Hosts(WORLD, ranks_per_host=1) as hosts:

@@ -10,6 +10,8 @@ import sherd
 from sherd.api.training import training_of
 from sherd.testing import FakeCommunicator
 
+pytestmark = pytest.mark.fake
+
 
 class Block(nn.Module):
     def __init__(self, width):

@@ -242,6 +242,7 @@ def test_in_single_precision_losses_and_first_gradients_are_those_of_one_process
                 assert far(found[strategy][1][key], parameter.grad) <= 1e-5, (strategy, key)
 
 
+@pytest.mark.fake
 @pytest.mark.parametrize("strategy", NAMES)
 def test_a_world_of_one_is_plain_torch(strategy):
     for name in MODELS:
@@ -252,6 +253,7 @@ def test_a_world_of_one_is_plain_torch(strategy):
         assert exact(model) == exact(expected)
 
 
+@pytest.mark.fake
 def test_a_world_of_one_clips_and_accumulates_as_plain_torch():
     options = {"optimizer": "adamw", "dtype": torch.float64, "clip_norm": 1.0, "accumulate": 3}
     _, expected = alone("convolutional", 1, steps=5, **options)

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader
 from sherd.data import share
 from sherd.data.dealing import deal, deal_whole, groups, iterations, part, share_of
 
+pytestmark = pytest.mark.pure
+
 WORLDS = st.integers(1, 9)
 BATCHES = st.integers(1, 7)
 

@@ -164,6 +164,7 @@ def test_what_cannot_be_known_is_refused(ranks):
     ranks(2).run(refusals)
 
 
+@pytest.mark.pure
 def test_rows_are_those_of_the_first_tensor():
     x = torch.zeros(3, 2)
     for batch in (x, [x, 1], ("name", {"a": [x]}), {"n": 4, "x": x}):

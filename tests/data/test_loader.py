@@ -28,6 +28,8 @@ from sherd.data import share
 from tests.helpers.loaders import Backwards, Buckets, Numbers, Stream, counted, epoch, sharded
 from tests.helpers.training import connected, distributed, network, sgd
 
+pytestmark = pytest.mark.fake
+
 BATCH = 3  # per rank
 
 
@@ -361,6 +363,7 @@ def as_batches(rows):
     return {"rows": [int(row) for row in rows]}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("options", "counts"),
     [

@@ -217,6 +217,7 @@ def test_scalars_inside_structures_leave_their_graph_behind(ranks):
     assert ranks(2).run(structures) == [[2.0, 2.0]] * 2
 
 
+@pytest.mark.fake
 def test_a_prefetching_loop_keeps_both_passes():
     """Two passes over one loader: the one that yielded last is meant."""
     (loader,) = distributed(DataLoader(Numbers(5), 2))

@@ -61,12 +61,14 @@ def test_all_ranks_stop_early(ranks):
     assert ranks(2).run(main_of, DISTRIBUTED, STOPPING) == [expected, []]
 
 
+@pytest.mark.ranks
 def test_the_command_of_the_page_prints_it_too():
     ended = sherd("run", "-n", "2", DISTRIBUTED, "--strategy", "zero3", *CURVE)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == plain_curve(CURVE)
 
 
+@pytest.mark.pure
 def test_the_page_shows_all_that_differs():
     (shown,) = re.findall(r"```diff\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert shown == difference(), f"what differs between the examples is not what docs/{PAGE.name} says"

@@ -27,6 +27,8 @@ import shard_matrix  # noqa: E402
 import zero  # noqa: E402
 from problem import batch, distance, loss_of, network, weights  # noqa: E402
 
+pytestmark = pytest.mark.pure
+
 STEPS = 5
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "problem")
 

@@ -19,6 +19,8 @@ from benchmarks import readme
 from tests.docs.snippets import PAGES, ROOT, Block, blocks_of, chains_of
 from tests.helpers import processes
 
+pytestmark = pytest.mark.pure
+
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 CHAINS = [chain for page in PAGES for chain in chains_of(blocks_of(page))]
 PARTS = [block for block in BLOCKS if block.file is not None]
@@ -60,6 +62,7 @@ def runner() -> Iterator[Callable[[list[Block]], str]]:
     process.communicate()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: chain[0].place)
 def test_python(runner, chain):
     if problem := runner(chain):
@@ -139,6 +142,7 @@ def problem_of(words: list[str]) -> str | None:
     return "is not one that this test runs; mark the block <!-- not run: reason -->"
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("block", SHELL, ids=lambda block: block.place)
 def test_shell(block):
     problems = []
@@ -172,6 +176,7 @@ def page(tmp_path, monkeypatch, text):
     return blocks_of(path)
 
 
+@pytest.mark.ranks
 def test_a_block_that_fails_is_found_with_its_line(tmp_path, monkeypatch, runner):
     text = "# A page\n\n<!-- setup\nx = 1\n-->\n```python\ny = x + 1\n```\nand\n\n"
     text += "<!-- continues -->\n```python\ny.no\n```\n"
@@ -184,6 +189,7 @@ def test_a_block_that_fails_is_found_with_its_line(tmp_path, monkeypatch, runner
     assert "AttributeError" in problem
 
 
+@pytest.mark.ranks
 def test_commands_that_do_not_work_are_found(tmp_path, monkeypatch):
     text = "<!-- not run: a reason -->\n```sh\nsherd run --rings 2 x.py  # a comment\n```\n\n"
     text += "```sh\nmake nonsense\nls\n```\n"
@@ -193,6 +199,7 @@ def test_commands_that_do_not_work_are_found(tmp_path, monkeypatch):
     assert all(problem_of(words) for words in commands(unmarked))
 
 
+@pytest.mark.ranks
 def test_the_tables_of_results_are_up_to_date():
     ended = run(sys.executable, "-m", "benchmarks.readme", "--check")
     assert ended.returncode == 0, ended.stderr

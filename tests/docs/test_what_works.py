@@ -53,6 +53,7 @@ def test_case_where_parameters_are_gathered(ranks, name):
         verify(gathered, ranks(2))
 
 
+@pytest.mark.pure
 def test_the_page_is_what_the_cases_say():
     assert PAGE.read_text() == page(), f"docs/{PAGE.name} is stale: run `{COMMAND}`"
 

@@ -12,6 +12,8 @@ from sherd.errors import ConfigError
 from sherd.layout import Entry, Placement, ShardLayout
 from tests.layout.layouts import layouts
 
+pytestmark = pytest.mark.pure
+
 
 @settings(max_examples=80, deadline=None)
 @given(layouts)

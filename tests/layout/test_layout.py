@@ -14,6 +14,8 @@ from sherd.errors import ConfigError
 from sherd.layout import BLOCK, ITEMSIZE, Entry, Placement, ShardLayout, padded
 from tests.layout.layouts import BUCKET_NUMELS, PADDING, WORLDS, arrays, cut, elements, layouts, models
 
+pytestmark = pytest.mark.pure
+
 quick = settings(max_examples=80, deadline=None)
 BLOCKWISE = (Placement.FLAT, Placement.LAYER)
 

@@ -14,6 +14,8 @@ from sherd.layout import BLOCK, Entry, Placement, ShardLayout
 from sherd.layout.pieces import PADDING, cut_by_slice, cut_whole, largest_by_slice, largest_whole
 from tests.layout.layouts import BUCKET_NUMELS, WORLDS, models
 
+pytestmark = pytest.mark.pure
+
 quick = settings(max_examples=50, deadline=None)
 SLOTS = st.sampled_from([1, 255, 256, 257, 700, 1024, 1300, 4096, 1 << 22])
 NOTHING = (PADDING, 0)

@@ -14,6 +14,8 @@ from sherd.layout import BLOCK, Placement, Region, padded, regions
 from sherd.layout.placement import share, sharer
 from tests.layout.layouts import SHAPES, allowed, elements
 
+pytestmark = pytest.mark.pure
+
 quick = settings(max_examples=150, deadline=None)
 
 

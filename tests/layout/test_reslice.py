@@ -13,6 +13,8 @@ from sherd.errors import ConfigError
 from sherd.layout import Entry, Move, Placement, ShardLayout, moves
 from tests.layout.layouts import PADDING, Slices, arrays, cut, empty_slices, models, relayouts
 
+pytestmark = pytest.mark.pure
+
 quick = settings(max_examples=100, deadline=None)
 
 

@@ -17,6 +17,8 @@ from sherd.observe import EventStream, NullStream, read
 from sherd.observe.events import COMMON, FLUSH_BYTES, SCHEMA, register_kind
 from tests.helpers.processes import python
 
+pytestmark = pytest.mark.pure
+
 LINE = {"v": SCHEMA, "t": 1.0, "mono": 5, "rank": 0, "kind": "warning", "step": None, "text": "x"}
 
 
@@ -179,17 +181,20 @@ observe.emit("step", step=1, loss=0.0)
 """
 
 
+@pytest.mark.ranks
 def test_what_was_flushed_survives_kill_9(tmp_path):
     assert python(KILLED, str(tmp_path)).returncode == -signal.SIGKILL
     steps = [event.step for event in read(tmp_path)]
     assert steps[:500] == list(range(500))
 
 
+@pytest.mark.ranks
 def test_a_process_that_just_ends_loses_nothing_not_even_from_exit_handlers(tmp_path):
     assert python(EXITS, SHERD_EVENTS=str(tmp_path / "new" / "events")).returncode == 0
     assert [(event.rank, event.step) for event in read(tmp_path / "new" / "events")] == [(1, 1), (1, 2)]
 
 
+@pytest.mark.ranks
 def test_a_forked_child_writes_nothing(opened):
     stream = opened()
     stream.emit("step", step=0, loss=0.0)

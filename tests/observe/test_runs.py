@@ -19,6 +19,8 @@ from sherd.observe.runs import Follower, RunRecord, load
 from sherd.report.thinning import LIMIT, smoothed, thinned
 from tests.helpers.fake_runs import FakeRun, write_run
 
+pytestmark = pytest.mark.pure
+
 FINITE = st.floats(-1e6, 1e6)
 
 

@@ -26,6 +26,8 @@ from sherd.observe.runs import load
 from tests.helpers.processes import python
 from tests.helpers.training import batch, close, double, loss_of
 
+pytestmark = pytest.mark.pure
+
 STRATEGIES = ("ddp", "zero2", "zero3")
 ROWS, GLOBAL = 10, 4  # in two steps of 4 rows and one of 2
 CLIP = 0.05
@@ -637,6 +639,7 @@ if sys.argv[1:]:
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("error", [None, "on purpose"])
 def test_a_plain_script_tells_how_it_ended(tmp_path, error):
     ended = python(SCRIPT, *([error] if error else []), SHERD_EVENTS=str(tmp_path))

@@ -23,6 +23,8 @@ from sherd.ranks import call, launching
 from sherd.ranks.output import Output
 from tests.helpers.processes import alive, wait_for
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch):
@@ -274,6 +276,7 @@ def test_what_cannot_be_launched_is_refused(monkeypatch):
         sherd.launch(print, 2)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("pieces", "lines"),
     [
@@ -296,6 +299,7 @@ def test_output_is_passed_on_by_whole_lines(capsys, pieces, lines):
     assert capsys.readouterr().out == "".join(lines)
 
 
+@pytest.mark.pure
 def test_a_bar_is_seen_while_it_grows(capsys):
     reader, writer = os.pipe()
     output = Output(os.fdopen(reader, "rb", buffering=0), "stderr", "")
@@ -307,5 +311,6 @@ def test_a_bar_is_seen_while_it_grows(capsys):
     os.close(writer)
 
 
+@pytest.mark.pure
 def test_functions_of_a_module_go_by_name():
-    assert b"test_launch" in pickle.loads(launching._shipped(alive, (), {}))[1][0]
+    assert b"test_launch" in pickle.loads(launching._shipped(test_functions_of_a_module_go_by_name, (), {}))[1][0]

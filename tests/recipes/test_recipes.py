@@ -19,6 +19,8 @@ from sherd.recipes import gpt, vision
 from tests.helpers.browser import BROWSER, opened
 from tests.helpers.processes import run
 
+pytestmark = pytest.mark.pure
+
 COMMAND = [sys.executable, "-m", "sherd"]
 TEXT = b"The quick brown fox jumps over the lazy dog. " * 60
 TINY = [
@@ -71,6 +73,7 @@ def pictures(where, classes=2, each=11):
             image.new("RGB", (12, 9), (label * 200, number, 0)).save(folder / f"{number}.png")
 
 
+@pytest.mark.ranks
 def test_gpt_trains_on_two_ranks_and_its_last_line_is_the_report(here):
     pytest.importorskip("plotly")
     done = run(*COMMAND, "train", "gpt", "--ranks", "2", "--run", "mine", "--corpus", "fox.txt", *TINY)
@@ -92,6 +95,7 @@ def test_gpt_trains_on_two_ranks_and_its_last_line_is_the_report(here):
         assert loss["visible"] and loss["traces"][0]["points"] == 3
 
 
+@pytest.mark.ranks
 def test_vision_trains_on_two_ranks_on_a_folder_of_images(here):
     pictures(here / "photos")
     done = run(*COMMAND, "train", "vision", "--ranks", "2", "--images", "photos", "--quiet", *NETWORK)
@@ -102,6 +106,7 @@ def test_vision_trains_on_two_ranks_on_a_folder_of_images(here):
     assert {"loss", "accuracy"} <= load(folder).steps[0].figures.keys()
 
 
+@pytest.mark.ranks
 def test_a_copy_of_a_recipe_runs_by_itself(here):
     shutil.copy(gpt.__file__, "mine.py")
     done = run(*COMMAND, "run", "--strategy", "zero1", "--events", "events", "mine.py", "--corpus", "fox.txt", *TINY)
@@ -112,6 +117,7 @@ def test_a_copy_of_a_recipe_runs_by_itself(here):
     assert "It writes:" in done.stdout
 
 
+@pytest.mark.ranks
 def test_a_copy_on_several_ranks_refuses_bad_input_once(here):
     shutil.copy(gpt.__file__, "mine.py")
     done = run(*COMMAND, "run", "-n", "2", "mine.py", "--strategy", "zeor3")
@@ -120,6 +126,7 @@ def test_a_copy_on_several_ranks_refuses_bad_input_once(here):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.ranks
 def test_train_alone_lists_the_recipes(here):
     done = run(*COMMAND, "train")
     assert done.returncode == 0

@@ -24,6 +24,8 @@ from tests.helpers.browser import BROWSER, WITHOUT, opened
 from tests.helpers.fake_runs import FakeRun, write_run
 from tests.helpers.processes import python
 
+pytestmark = pytest.mark.pure
+
 plotly = pytest.importorskip("plotly", reason="plotly is not installed (pip install 'sherd[report]')")
 in_browser = pytest.mark.skipif(BROWSER is None, reason=WITHOUT)
 
@@ -58,6 +60,7 @@ def command(*words):
 # ------------------------------------------------------------------------------------------------------- in a browser
 
 
+@pytest.mark.ranks
 @in_browser
 def test_every_plot_of_a_run_is_there_with_its_points(folders, tmp_path):
     found = opened(report(folders[:1], tmp_path / "one.html"))
@@ -69,6 +72,7 @@ def test_every_plot_of_a_run_is_there_with_its_points(folders, tmp_path):
     check_buttons(found)
 
 
+@pytest.mark.ranks
 @in_browser
 def test_every_plot_of_two_runs_side_by_side_in_the_dark(folders, tmp_path):
     page = report(folders, tmp_path / "two.html")
@@ -93,6 +97,7 @@ def test_every_plot_of_two_runs_side_by_side_in_the_dark(folders, tmp_path):
     assert found["paper"] != found["paperAfter"]
 
 
+@pytest.mark.ranks
 @in_browser
 def test_the_browser_tells_of_requests_and_errors(folders, tmp_path):
     page = report(folders[1:], tmp_path / "page.html")
@@ -273,6 +278,7 @@ def test_without_plotly_it_says_what_to_install(folders, capsys, monkeypatch):
     assert "pip install 'sherd[report]'" in capsys.readouterr().err
 
 
+@pytest.mark.ranks
 def test_help_does_not_import_what_only_a_report_needs():
     code = "import sys, sherd.cli, sherd.cli.report; print('plotly' in sys.modules, 'sherd.report.html' in sys.modules)"
     ended = python(code)

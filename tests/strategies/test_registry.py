@@ -12,6 +12,8 @@ from sherd.config import positive
 from sherd.errors import ConfigError
 from sherd.strategies import Strategy, names, register, registry, resolve
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture(autouse=True)
 def empty(monkeypatch):

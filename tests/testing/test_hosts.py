@@ -17,6 +17,8 @@ from sherd.testing import Hosts, _namespaces
 from tests.helpers.hosts import hosts_or_skip
 from tests.helpers.processes import eventually
 
+pytestmark = pytest.mark.hosts
+
 
 def where():
     dist.init_process_group("gloo")
@@ -125,6 +127,7 @@ def test_nothing_is_left_behind():
         hosts.run(where)
 
 
+@pytest.mark.pure
 def test_where_namespaces_are_not_allowed_the_reason_is_said(monkeypatch):
     def refuse(name, *arguments):
         raise PermissionError(1, f"{name}: Operation not permitted")

@@ -21,7 +21,7 @@ from sherd.errors import ConfigError, RankFailed
 from sherd.testing import Died, RankPool, RanksTimedOut, run_ranks
 from tests.helpers.processes import alive, descriptors, eventually
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

@@ -412,6 +412,7 @@ ORDERS = (
 )
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_backend_is_known_whichever_is_imported_first(order):
     code = f"""
@@ -440,6 +441,7 @@ def limits_raised(monkeypatch, **environment):
     return len(calls)
 
 
+@pytest.mark.pure
 def test_the_heap_of_the_process_is_left_alone_unless_asked_for(monkeypatch):
     assert limits_raised(monkeypatch) == 0
     assert limits_raised(monkeypatch, SHERD_KEEP_FREED_MEMORY="0") == 0

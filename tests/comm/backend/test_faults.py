@@ -77,6 +77,7 @@ def killed(wrapper, transport, where):
     return "no error", ""
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("wrapper", "transport", "where"),
     [
@@ -107,6 +108,7 @@ def functional_after_a_kill():
     return "no error"
 
 
+@pytest.mark.ranks
 def test_functional_collectives_raise():
     results = run_ranks(functional_after_a_kill, WORLD, timeout=60, expected_exits={VICTIM: -signal.SIGKILL})
     assert all(f"rank {VICTIM} on" in results[rank] for rank in (0, 2)), results

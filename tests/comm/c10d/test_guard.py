@@ -15,6 +15,8 @@ import sherd.comm.c10d.guard
 from sherd.comm.c10d.guard import Guard
 from tests.helpers.processes import eventually
 
+pytestmark = pytest.mark.fake
+
 ENOUGH = 10.0  # seconds; it takes a millisecond
 
 
@@ -61,6 +63,7 @@ def watched_in_a_process(server, then):
     return child, guard
 
 
+@pytest.mark.ranks
 def test_a_killed_process_is_seen(server):
     child, guard = watched_in_a_process(server, lambda _: os.kill(os.getpid(), signal.SIGKILL))
     assert sees_an_end(guard)
@@ -68,6 +71,7 @@ def test_a_killed_process_is_seen(server):
     os.waitpid(child, 0)
 
 
+@pytest.mark.ranks
 def test_goodbye_is_no_end_and_everyone_hears_it(server):
     child, guard = watched_in_a_process(server, lambda guard: guard.close())
     os.waitpid(child, 0)
@@ -86,6 +90,7 @@ def fork_and_die(_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.ranks
 def test_a_forked_process_does_not_stand_in_for_the_rank(server):
     child, guard = watched_in_a_process(server, fork_and_die)
     os.waitpid(child, 0)

@@ -18,6 +18,7 @@ from tests.helpers.hosts import on_hosts
 OPERATIONS = ("reduce_scatter", "all_gather", "all_reduce", "broadcast", "all_to_all", "barrier")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("victim", [0, 3])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_killed_rank_is_named_by_everyone(operation, victim):
@@ -86,6 +87,7 @@ def busy_while_another_dies(victim):
     return told, first.all_reduce(torch.ones(3)).wait().tolist() if first and not second else None
 
 
+@pytest.mark.ranks
 def test_a_busy_rank_hears_of_a_death_in_its_next_call_and_other_groups_go_on():
     results = run_ranks(on_hosts, 4, 2, busy_while_another_dies, 3, timeout=50, expected_exits={3: -signal.SIGKILL})
     for told, _ in results[:3]:

@@ -19,6 +19,8 @@ from tests.helpers.comm_reference import reduced, tensor_of
 from tests.helpers.hosts import hosts_or_skip
 from tests.helpers.log_lines import log_lines
 
+pytestmark = pytest.mark.hosts
+
 TIMEOUT = 3.0
 WARN_AFTER = 1.0
 

@@ -24,6 +24,8 @@ from tests.helpers.log_lines import log_lines
 from tests.helpers.processes import wait_for
 from tests.helpers.training import same, weights
 
+pytestmark = pytest.mark.hosts
+
 STEPS = 5
 FAULT = 3  # the step in which something happens
 

@@ -28,6 +28,8 @@ from sherd.comm.host.support import unsupported_reason
 from sherd.errors import ConfigError, PeerLost, TimedOut
 from tests.helpers.processes import python
 
+pytestmark = pytest.mark.pure
+
 
 def segment(nbytes):
     fd = MemfdKeeper().create("test", nbytes)
@@ -165,6 +167,7 @@ def test_shared_memory_finds_the_segment_of_a_tensor():
     assert memory.view((0, 4040), 5, torch.float32).data_ptr() == inside[10:].data_ptr()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("code", "said"),
     [
@@ -251,6 +254,7 @@ def test_a_machine_that_cannot_share_memory_is_not_asked_to(monkeypatch):
     assert meeting.found[0].cards[1].refusal == "memfd is forbidden"
 
 
+@pytest.mark.ranks
 def test_signals_are_not_swallowed_while_waiting():
     code = (
         "import threading, os, signal, time\n"
@@ -268,6 +272,7 @@ def test_signals_are_not_swallowed_while_waiting():
     assert done.stdout.strip() == "interrupted", done.stderr
 
 
+@pytest.mark.ranks
 def test_a_killed_sleeper_is_no_problem_for_the_waker():
     memory = segment(4096)
     child = os.fork()

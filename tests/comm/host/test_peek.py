@@ -19,6 +19,8 @@ from sherd.errors import PeerLost, SherdError
 from sherd.testing import run_ranks
 from tests.helpers.comm_reference import reduced, tensor_of
 
+pytestmark = pytest.mark.ranks
+
 LARGE = 3 * (1 << 20)  # elements; contributions and slices of them are more than the ring of chunks holds
 
 
@@ -116,6 +118,7 @@ class Nobody:
         pass
 
 
+@pytest.mark.pure
 def test_memory_that_cannot_be_read_is_an_error():
     with pytest.raises(SherdError, match=rf"memory of process {os.getpid()}: Bad address"):
         peek.Peek([os.getpid()], Nobody(), Nobody()).read(0, 8, torch.zeros(4))
@@ -138,6 +141,7 @@ print(min(step() for _ in range(3)))
 ASKED = {"SHERD_KEEP_FREED_MEMORY": "1"}
 
 
+@pytest.mark.pure
 def test_freed_memory_is_nobodys_business_unless_asked(monkeypatch):
     monkeypatch.delenv("SHERD_KEEP_FREED_MEMORY", raising=False)
     monkeypatch.setattr(heap, "_keep_freed_memory", lambda: pytest.fail("nobody has asked"))

@@ -226,6 +226,7 @@ def test_reading_costs_nothing_and_pages_are_given_back(ranks):
     ranks(2).run(untouched)
 
 
+@pytest.mark.pure
 @given(st.lists(st.booleans(), min_size=1, max_size=40))
 def test_both_ways_to_ask_find_the_pages_that_were_written(pattern):
     fd = os.memfd_create("test")
@@ -246,6 +247,7 @@ def test_both_ways_to_ask_find_the_pages_that_were_written(pattern):
             assert found == [page for page, write in enumerate(pattern) if write]
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.bool])
 def test_a_checksum_tells_order_sign_and_nan_apart(dtype):
     plain = torch.tensor([0.0, 1.0, 2.0, float("nan")]).to(dtype)

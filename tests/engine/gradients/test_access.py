@@ -116,6 +116,7 @@ def test_what_was_read_before_is_not_read_again(ranks):
     ranks(2).run(read_again)
 
 
+@pytest.mark.fake
 def test_a_norm_that_cannot_be():
     model, _ = distributed(None, "zero2")
     for wrong in (0, -1.0, float("nan")):

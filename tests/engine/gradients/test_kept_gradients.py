@@ -70,6 +70,7 @@ def test_an_optimizer_that_remembers_the_last_gradient(ranks, transport):
         close(found, plain(8))
 
 
+@pytest.mark.fake
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_same_in_a_world_of_one(strategy):
     model = double()

@@ -318,6 +318,7 @@ def test_the_mean_of_equal_values_has_the_same_bits(ranks):
     ranks(3).run(loaded)
 
 
+@pytest.mark.fake
 def test_a_world_of_one_has_torchs_own_bits():
     model, plain = normed(), normed()
     sherd.distribute(model, optimizer := sgd(model))
@@ -326,6 +327,7 @@ def test_a_world_of_one_has_torchs_own_bits():
     same(model.state_dict(), plain.state_dict())
 
 
+@pytest.mark.fake
 def test_a_wrong_name_is_refused():
     with pytest.raises(ConfigError, match="unknown sync_buffers='leeder'; did you mean 'leader'"):
         sherd.distribute(network(), sync_buffers="leeder")

@@ -445,6 +445,7 @@ def test_other_modules_are_left_alone(ranks):
     ranks(2).run(left_alone)
 
 
+@pytest.mark.fake
 def test_a_world_of_one_leaves_the_module_alone():
     model = build_synced()
     sherd.distribute(model, optimizer := sgd(model))

@@ -12,6 +12,8 @@ from torch import nn, optim
 
 from sherd.engine.elementwise import why_not_elementwise
 
+pytestmark = pytest.mark.pure
+
 EVERY_CLASS = {
     name: kind
     for name, kind in vars(optim).items()

@@ -101,6 +101,7 @@ class Stubborn(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.fake
 def test_what_cannot_be_foretold_is_left_out():
     model = nn.Linear(40, 30)
     optimizer = Stubborn(model.parameters(), lr=0.1, momentum=0.9)

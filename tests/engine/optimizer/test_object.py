@@ -27,6 +27,8 @@ from tests.engine.optimizer.owners import (
     tensors,
 )
 
+pytestmark = pytest.mark.pure
+
 
 def pair(case=ADAMW, shapes=((7, 150), (3,)), world=2):
     parameters = new_parameters(shapes)
@@ -111,6 +113,7 @@ class Inheriting(optim.SGD):
         super().step()  # which torch wrapped too, when a plain SGD was built
 
 
+@pytest.mark.fake
 def test_hooks_of_the_user_see_whole_parameters_and_never_the_inner_optimizer():
     pair((optim.SGD, {}))
     _, owners = pair((Inheriting, SGD_ALL), world=1)
@@ -200,6 +203,7 @@ def test_loading_keeps_nothing_of_the_caller_and_checks_groups_first():
     step_all([plain, owners], 1)
 
 
+@pytest.mark.fake
 def test_state_has_the_precision_of_the_store_not_of_the_parameters():
     plain, owners = pair(world=1)
     step_all([plain, owners])

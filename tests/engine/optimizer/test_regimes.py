@@ -9,6 +9,8 @@ from torch import nn, optim
 from sherd.engine import elementwise
 from sherd.engine.elementwise import why_not_elementwise
 
+pytestmark = pytest.mark.pure
+
 
 class Conditional(optim.Optimizer):
     """SGD with momentum and decay, but for the tensors that a rule says something else about."""

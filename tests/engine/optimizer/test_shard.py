@@ -32,6 +32,8 @@ from tests.engine.optimizer.owners import (
     run,
 )
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 @settings(max_examples=8, deadline=None)

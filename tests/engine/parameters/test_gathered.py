@@ -340,6 +340,7 @@ def test_only_the_window_is_in_memory_and_nothing_after_a_step(ranks):
     assert state == pytest.approx(8 * by_rank[0][3].numel, rel=0.05)
 
 
+@pytest.mark.pure
 def test_a_route_is_foretold_where_it_was_always_the_same():
     route = Route()
     for _ in range(3):  # the first has nothing before it
@@ -479,6 +480,7 @@ def test_a_rank_that_reads_alone_is_named(ranks, how, match):
         assert re.search(match, error), error
 
 
+@pytest.mark.fake
 def test_a_world_of_one():
     way("plain", "auto", 3)
 

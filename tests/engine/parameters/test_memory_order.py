@@ -15,6 +15,7 @@ from sherd.layout.entry import memory_order
 from tests.helpers.training import STRATEGIES, WORLD, all_same, connected, weights
 
 
+@pytest.mark.pure
 @given(
     st.lists(st.integers(1, 4), max_size=4).flatmap(
         lambda shape: st.tuples(st.just(shape), st.permutations(range(len(shape))))
@@ -32,6 +33,7 @@ def test_flattened_and_shaped_are_the_reverse_of_each_other(drawn):
     assert ShardLayout.from_json(layout.to_json()) == layout
 
 
+@pytest.mark.pure
 def test_what_has_gaps_or_common_elements_has_no_order():
     assert memory_order(torch.zeros(4, 6)[:, ::2]) is None
     assert memory_order(torch.zeros(4, 1).expand(4, 3)) is None

@@ -156,6 +156,7 @@ FORMS = st.lists(st.integers(0, 4), max_size=5).flatmap(
 )
 
 
+@pytest.mark.pure
 @given(FORMS)
 def test_what_is_dense_keeps_its_strides_and_what_is_not_its_order(form):
     shape, permutation, offset = form
@@ -174,6 +175,7 @@ def test_what_is_dense_keeps_its_strides_and_what_is_not_its_order(form):
     assert again.settled(settled) is settled
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("shape", [(5, 3, 1, 1), (8, 1, 3, 3), (1, 8, 3, 3), (1, 1, 1, 1), (4, 3, 3, 3)])
 def test_a_memory_format_stays_what_it_is(shape, format):
