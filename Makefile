@@ -6,7 +6,7 @@ READY_TO_TRAIN := .venv/.ready-to-train
 RANKS ?= auto
 ARGS ?=
 
-.PHONY: help train test test-isa lint unit fuzz docs bench-collectives bench-training bench-memory bench-backend bench-cluster bench-edits bench-resnet clean
+.PHONY: help train quick test test-isa lint unit fuzz docs bench-collectives bench-training bench-memory bench-backend bench-cluster bench-edits bench-resnet clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -26,6 +26,9 @@ $(READY): $(READY_TO_TRAIN)
 
 train: $(READY_TO_TRAIN) ## train a small GPT on RANKS ranks (one per core, at most 8), and write a report; ARGS: more options
 	$(BIN)/sherd train gpt --ranks $(RANKS) $(ARGS)
+
+quick: lint ## linters, types, layers and the tests that start no process: under 90 s on two cores
+	$(BIN)/python -m pytest -m '(pure or fake) and not fuzz' --numprocesses auto --dist loadfile
 
 test: lint unit ## linters, types, layers and all tests
 

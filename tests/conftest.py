@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+import subprocess
+from collections.abc import Callable, Generator, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from sherd.errors import Unsupported
 from sherd.testing import Hosts, RankPool
+from tests.helpers.hosts import hosts_or_skip
 
 # Some virtual machines offer AMX and do not have it: torch's half-precision kernels crash there.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -19,6 +23,11 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # Side by side there are more ranks than cores: one that spins keeps a core from the rank it waits for.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("SHERD_SPIN", "0")
+
+# Python that tests start imports what they do, wherever it starts.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    map(os.path.abspath, filter(None, [Path(__file__).parents[1], *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))
+)
 
 # Models of tests are small: threads would only wait for each other, the longer the more others use the cores.
 torch.set_num_threads(1)
@@ -56,8 +65,48 @@ LONG = (
 """Files that come first, so that side by side none of them is left over at the end."""
 
 
+COSTS = ("pure", "fake", "ranks", "hosts")
+"""What a test needs, cheapest first; pyproject.toml says what each marker means. Every test has exactly one."""
+
+BY_FIXTURE = {"ranks": "ranks", "hosts": "hosts", "machines": "hosts", "places": "hosts"}
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+    costs = {item: _cost(item) for item in items}
+    for module in {item.getparent(pytest.Module) for item in items}:
+        module.own_markers = [mark for mark in module.own_markers if mark.name not in COSTS]
+    for item, cost in costs.items():
+        if item.get_closest_marker(cost) is None:
+            item.add_marker(cost)
+
+
+def _cost(item: pytest.Item) -> str:
+    """By the test's own marker, by its fixtures, or by the `pytestmark` of its file, whichever there is first."""
+    own, of_file = (
+        [mark.name for mark in node.own_markers if mark.name in COSTS] for node in (item, item.getparent(pytest.Module))
+    )
+    needs = [BY_FIXTURE[name] for name in item.fixturenames if name in BY_FIXTURE]
+    found = own or sorted(needs, key=COSTS.index)[-1:] or of_file
+    if len(found) != 1 or any(COSTS.index(found[0]) < COSTS.index(need) for need in needs):
+        told = f"markers {own or of_file}, and fixtures that need {needs}"
+        raise pytest.UsageError(f"{item.nodeid}: one of {', '.join(COSTS)} must say what the test costs, found {told}")
+    return found[0]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Tests that are said to start no process cannot."""
+    with pytest.MonkeyPatch.context() as patch:
+        if item.get_closest_marker("pure") or item.get_closest_marker("fake"):
+            for owner, name in ((BaseProcess, "start"), (subprocess.Popen, "__init__"), (os, "fork")):
+                patch.setattr(owner, name, _refuse)
+        return (yield)
+
+
+def _refuse(*arguments: object, **options: object) -> NoReturn:
+    raise AssertionError("a test that is marked `pure` or `fake` starts a process: mark it `ranks`")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -88,10 +137,7 @@ def hosts() -> Iterator[Callable[[int, int], Hosts]]:
 
     def pool(count: int, ranks_per_host: int) -> Hosts:
         if (count, ranks_per_host) not in pools:
-            try:
-                pools[count, ranks_per_host] = Hosts(count, ranks_per_host=ranks_per_host, timeout=TIMEOUT)
-            except Unsupported as error:
-                pytest.skip(str(error))
+            pools[count, ranks_per_host] = hosts_or_skip(count, ranks_per_host=ranks_per_host, timeout=TIMEOUT)
         return pools[count, ranks_per_host]
 
     yield pool

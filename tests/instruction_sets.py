@@ -20,9 +20,15 @@ SETS = {
     "compatible": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
 }
 FILES = (
-    *("tests/test_strides_and_bits.py", "tests/test_memory_order.py", "tests/test_parity.py"),
-    *("tests/test_what_works.py", "tests/test_random_loops.py", "tests/test_random_graphs.py"),
-    *("tests/test_accumulation.py", "tests/test_optimizers.py", "tests/test_elementwise.py"),
+    "tests/engine/parameters/test_strides_and_bits.py",
+    "tests/engine/parameters/test_memory_order.py",
+    "tests/contracts/test_parity.py",
+    "tests/docs/test_what_works.py",
+    "tests/contracts/test_random_loops.py",
+    "tests/contracts/test_random_graphs.py",
+    "tests/engine/gradients/test_accumulation.py",
+    "tests/engine/optimizer/test_optimizers.py",
+    "tests/engine/optimizer/test_elementwise.py",
 )
 
 _PROBE = """

@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+
 from tests import stranger
 
 HOST = "127.0.0.1"

@@ -15,6 +15,8 @@ import pytest
 from sherd.config import CommOptions, Options, at_least, multiple_of, one_of, positive
 from sherd.errors import ConfigError, SherdError
 
+pytestmark = pytest.mark.pure
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sample(Options):

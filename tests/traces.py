@@ -2,7 +2,7 @@
 
 Which exchanges a strategy makes, of what and in which order, is the same on every machine. A change of the code behind
 them that means to change none of them shows it here. `tests/traces.txt` has a digest of each trace, and
-tests/test_traces.py compares some of them.
+tests/contracts/test_traces.py compares some of them.
 
     python -m tests.traces                   # compare all of them with tests/traces.txt
     python -m tests.traces --write           # put the digests into tests/traces.txt
@@ -22,12 +22,12 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from tests import test_random_graphs, test_random_loops
-from tests.training_helpers import STRATEGIES, connected
 
 from sherd.comm.base import Communicator
 from sherd.comm.calls import call_site, site_text
 from sherd.testing import RankPool
+from tests.contracts import test_random_graphs, test_random_loops
+from tests.helpers.training import STRATEGIES, connected
 
 SAVED = Path(__file__).with_name("traces.txt")
 CALLS = (

@@ -6,11 +6,11 @@ import pickle
 from multiprocessing.reduction import ForkingPickler
 
 import torch
-from tests.training_helpers import connected, distributed
 from torch import nn
 from torch.multiprocessing.reductions import reduce_tensor
 
 from sherd import patches
+from tests.helpers.training import connected, distributed
 
 
 def sent(thing):

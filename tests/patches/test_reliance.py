@@ -12,6 +12,8 @@ import torch
 
 from sherd import patches
 
+pytestmark = pytest.mark.pure
+
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(name for name in patches.PATCHES)
 RELIED_ON = [(name, place) for name in NAMES for place in patches.patch(name).RELIES_ON]

@@ -5,7 +5,11 @@ from __future__ import annotations
 import functools
 import types
 
+import pytest
+
 from sherd.patches.replacing import Replacements, subclass, swap_class
+
+pytestmark = pytest.mark.pure
 
 
 class Base:

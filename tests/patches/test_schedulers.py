@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 
-from tests.training_helpers import batch, connected, distributed
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from sherd import patches
+from tests.helpers.training import batch, connected, distributed
 
 K = 3
 

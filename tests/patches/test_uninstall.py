@@ -12,11 +12,14 @@ import pytest
 
 from sherd import patches
 
+pytestmark = pytest.mark.pure
+
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = str(Path(__file__).with_name("unpatched_program.py"))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("launcher", [(), ("-m", "sherd", "run", "-n", "2")], ids=["alone", "two ranks"])
 def test_everything_is_as_it_was(launcher, tmp_path):
     environment = {**os.environ, "SHERD_EVENTS": str(tmp_path)}

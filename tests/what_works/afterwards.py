@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 
 import torch
-from tests.training_helpers import double, loss_of, sgd, train, weights
-from tests.what_works.cases import case, together
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.data import DataLoader, Dataset
 
 import sherd
 from sherd import ConfigError
+from tests.helpers.training import double, loss_of, sgd, train, weights
+from tests.what_works.cases import case, together
 
 
 def _distributed(run, **options):

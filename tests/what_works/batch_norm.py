@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from tests.training_helpers import sgd, weights
-from tests.what_works.cases import STEPS, case, refused, together
 from torch import nn
+
+from tests.helpers.training import sgd, weights
+from tests.what_works.cases import STEPS, case, refused, together
 
 
 def _network(norm):

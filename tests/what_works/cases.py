@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tests.training_helpers import STRATEGIES
 from torch import Tensor
 
 import sherd
 from sherd.comm import Communicator
+from tests.helpers.training import STRATEGIES
 
 STEPS = 3
 TIMEOUT = 20.0  # seconds that a rank waits for another; no refusal may take as long

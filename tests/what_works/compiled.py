@@ -9,9 +9,10 @@ from __future__ import annotations
 import shutil
 
 import torch
-from tests.training_helpers import loss_of, sgd, weights
-from tests.what_works.cases import case
 from torch import nn
+
+from tests.helpers.training import loss_of, sgd, weights
+from tests.what_works.cases import case
 
 SECTION = "torch.compile"
 TRACED = {"backend": "aot_eager", "fullgraph": True}

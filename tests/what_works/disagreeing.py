@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from tests.training_helpers import SHARDED, adamw, double, loss_of, sgd, train, weights
+
+from tests.helpers.training import SHARDED, adamw, double, loss_of, sgd, train, weights
 from tests.what_works.cases import case, refused
 
 SECTION = "Ranks that disagree"

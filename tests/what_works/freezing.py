@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from tests.training_helpers import double, loss_of, sgd, train, weights
-from tests.what_works.cases import case, together
 from torch import nn
+
+from tests.helpers.training import double, loss_of, sgd, train, weights
+from tests.what_works.cases import case, together
 
 
 def _half_frozen():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from tests.log_lines import log_lines
-from tests.training_helpers import double, gradients, loss_of, sgd, train, weights
-from tests.what_works.cases import case, refused
 from torch import nn
 
 import sherd
+from tests.helpers.log_lines import log_lines
+from tests.helpers.training import double, gradients, loss_of, sgd, train, weights
+from tests.what_works.cases import case, refused
 
 
 @case("Gradients", "`torch.nn.utils.clip_grad_norm_`", "clips the gradient over all ranks; under ZeRO it gathers it")

@@ -6,10 +6,10 @@ import os
 import tempfile
 
 import torch
-from tests.training_helpers import weights
-from tests.what_works.cases import STEPS, case, refused
 
 import sherd
+from tests.helpers.training import weights
+from tests.what_works.cases import STEPS, case, refused
 
 SECTION = "Hugging Face transformers"
 TOKENS = 40

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import torch
-from tests.training_helpers import adamw, double, loss_of, weights
-from tests.what_works.cases import case, refused
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -18,6 +16,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
     random_split,
 )
+
+from tests.helpers.training import adamw, double, loss_of, weights
+from tests.what_works.cases import case, refused
 
 SECTION = "Loaders"
 BATCH = 6  # of all ranks together

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from tests.training_helpers import adamw, double, loss_of, network, sgd, train, weights
-from tests.what_works.cases import case, refused, together
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
+
+from tests.helpers.training import adamw, double, loss_of, network, sgd, train, weights
+from tests.what_works.cases import case, refused, together
 
 
 @case("Loops", "The plain loop", "the losses of each step agree too")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from tests.training_helpers import double, loss_of, sgd, train, weights
-from tests.what_works.cases import case, refused
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
+
+from tests.helpers.training import double, loss_of, sgd, train, weights
+from tests.what_works.cases import case, refused
 
 
 def _trained(run, model, optimizer=sgd, steps=3, **options):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tests.training_helpers import STRATEGIES
+from tests.helpers.training import STRATEGIES
 from tests.what_works import every_case
 from tests.what_works.cases import Case
 

@@ -6,12 +6,12 @@ import re
 from typing import Any
 
 import torch
-from tests.training_helpers import WORLD, connected
-from tests.what_works.cases import TIMEOUT, Case, Run
 from torch import Tensor
 
 from sherd import SherdError, TimedOut
 from sherd.testing import RankPool
+from tests.helpers.training import WORLD, connected
+from tests.what_works.cases import TIMEOUT, Case, Run
 
 
 def verify(case: Case, pool: RankPool) -> None:

@@ -11,9 +11,10 @@ import tempfile
 from pathlib import Path
 
 import torch
-from tests.training_helpers import SHARDED, adamw, double, loss_of, network, sgd, train, weights
-from tests.what_works.cases import case, refused, together
 from torch import nn
+
+from tests.helpers.training import SHARDED, adamw, double, loss_of, network, sgd, train, weights
+from tests.what_works.cases import case, refused, together
 
 SAVE = "call it on every rank, and save it on one"
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from tests.training_helpers import adamw, double, loss_of, network, sgd, train, weights
-from tests.what_works.cases import case, refused, together
 from torch import nn
 from torch.nn.functional import softplus
+
+from tests.helpers.training import adamw, double, loss_of, network, sgd, train, weights
+from tests.what_works.cases import case, refused, together
 
 
 def _critic():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch.distributed as dist
-from tests.training_helpers import double, sgd, train
-from tests.what_works.cases import refused
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.helpers.training import double, sgd, train
+from tests.what_works.cases import refused
 
 SECTION = "After distribute"
 
