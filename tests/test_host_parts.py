@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 from sherd import CommOptions
 from sherd.comm import calls
 from sherd.comm.codec import Cast
-from sherd.comm.host import futex, rendezvous
+from sherd.comm.host import futex
 from sherd.comm.host.board import Board, State, progress, spins_pay
+from sherd.comm.host.joining import rendezvous
+from sherd.comm.host.joining.rendezvous import meet
+from sherd.comm.host.joining.support import unsupported_reason
 from sherd.comm.host.memory import MemfdKeeper, Segment
-from sherd.comm.host.peers import Peers
-from sherd.comm.host.rendezvous import meet
 from sherd.comm.host.shared import STAGED, SharedMemory
-from sherd.comm.host.staging import Geometry, Staging
-from sherd.comm.host.support import unsupported_reason
+from sherd.comm.host.transfer.staging import Geometry, Staging
+from sherd.comm.meeting.peers import Peers
 from sherd.errors import ConfigError, PeerLost, TimedOut
 
 

@@ -16,7 +16,7 @@ from sherd.cli.machines import attendance
 from sherd.cli.machines.remote import Host, Remote, command_for
 from sherd.cli.request import Showing
 from sherd.cli.words import TOKEN
-from sherd.comm import seal
+from sherd.comm.trust import seal
 
 __all__ = ["here"]  # the fixture
 

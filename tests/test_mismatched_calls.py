@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.test_cluster import on_hosts
 
 from sherd import CommOptions, comm
-from sherd.comm.deadlock import COLLECTIVE, RECV, SEND, Stance, circle
+from sherd.comm.waiting.deadlock import COLLECTIVE, RECV, SEND, Stance, circle
 from sherd.errors import CommClosed, Diverged, SherdError
 
 TIMEOUT = 60.0

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from sherd.comm import network
+from sherd.comm.meeting import network
 from sherd.errors import ConfigError
 
 CABLE, FAST, LO = ["10.0.0.2", "fd00::2"], ["192.168.7.2"], ["127.0.0.1", "::1"]

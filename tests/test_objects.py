@@ -15,8 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 
 import sherd
 from sherd import CommOptions, comm
-from sherd.comm.objects import PICKLED, ObjectCall
-from sherd.comm.seal import Seal
+from sherd.comm.trust.objects import PICKLED, ObjectCall
+from sherd.comm.trust.seal import Seal
 from sherd.errors import CommError, ConfigError, Diverged
 
 SEAL = Seal(b"of the job")

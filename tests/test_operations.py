@@ -10,7 +10,7 @@ from tests.comm_reference import DTYPES, OPERATORS, reduced, tensor_of
 from tests.log_lines import log_lines
 
 from sherd import CommOptions, comm
-from sherd.comm.host import rendezvous
+from sherd.comm.host.joining import rendezvous
 from sherd.comm.summation import REDUCTIONS
 from sherd.errors import ConfigError, Unsupported
 

@@ -12,7 +12,7 @@ import torch
 from tests.test_cluster import on_hosts
 
 from sherd import CommOptions, comm
-from sherd.comm.patience import Stopwatch
+from sherd.comm.waiting.patience import Stopwatch
 from sherd.errors import SherdError
 from sherd.testing import run_ranks
 
@@ -94,7 +94,7 @@ def test_a_rank_that_is_paused_alone_is_named(tmp_path, transport):
 
 def test_a_jump_of_the_clock_counts_for_no_more_than_a_look(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("sherd.comm.patience.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("sherd.comm.waiting.patience.time.monotonic", lambda: now[0])
     watch = Stopwatch()
     for seconds, counted in ((0.25, 0.25), (3600.0, 1.25), (0.5, 1.75)):
         now[0] += seconds

@@ -15,7 +15,7 @@ from tests.comm_reference import reduced, tensor_of
 
 from sherd import CommOptions, comm
 from sherd.comm.backend import heap
-from sherd.comm.host import peek
+from sherd.comm.host import remote_reader as peek
 from sherd.errors import PeerLost, SherdError
 from sherd.testing import run_ranks
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from sherd.comm.seal import Seal
-from sherd.comm.sealed_store import SealedStore
+from sherd.comm.trust.seal import Seal
+from sherd.comm.trust.sealed_store import SealedStore
 from sherd.errors import CommError
 
 SEAL = Seal(b"of the job")

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from sherd.comm import leaving
-from sherd.comm.arguments import check_kinds, check_tensor, refuse_expanded
 from sherd.comm.calls import Call, Site, call_site, describe
+from sherd.comm.checked_call import check_kinds, check_tensor, refuse_expanded
 from sherd.comm.codec import Codec
 from sherd.comm.counters import Counters
 from sherd.comm.handle import CopyBack, Handle
-from sherd.comm.objects import ObjectCall
-from sherd.comm.seal import Seal
 from sherd.comm.summation import check_reduction
+from sherd.comm.trust.objects import ObjectCall
+from sherd.comm.trust.seal import Seal
 from sherd.config import CommOptions
 from sherd.errors import ConfigError, Unsupported
 from sherd.layout.tree import SummationTree

@@ -16,18 +16,18 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from sherd import observe
-from sherd.comm import network
 from sherd.comm.base import Communicator
 from sherd.comm.c10d.communicator import C10dCommunicator, backend_limit
 from sherd.comm.c10d.wire import Wire, keep_in_forks, over_gloo, over_group, uses_gloo
 from sherd.comm.cluster.communicator import ClusterCommunicator
-from sherd.comm.handshake import Handshake
 from sherd.comm.host.communicator import HostCommunicator
-from sherd.comm.host.rendezvous import Meeting, meet
-from sherd.comm.meeting_place import from_environment
-from sherd.comm.seal import Seal
-from sherd.comm.sealed_store import SealedStore
+from sherd.comm.host.joining.rendezvous import Meeting, meet
+from sherd.comm.meeting import network
+from sherd.comm.meeting.handshake import Handshake
+from sherd.comm.meeting.meeting_place import from_environment
 from sherd.comm.solo import SoloCommunicator
+from sherd.comm.trust.seal import Seal
+from sherd.comm.trust.sealed_store import SealedStore
 from sherd.config import CommOptions
 from sherd.errors import Unsupported
 

@@ -23,9 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from sherd.comm import faults
 from sherd.comm.base import Communicator
-from sherd.comm.c10d.guard import Guard
 from sherd.comm.c10d.handle import C10dHandle
 from sherd.comm.c10d.lanes import Aside, Lane, Message, close_lanes
 from sherd.comm.c10d.slices import Slices, Steps, as_bytes
@@ -33,13 +31,15 @@ from sherd.comm.c10d.watchdog import MOVE_EVERY, Watchdog
 from sherd.comm.c10d.wire import COME_BACK, LINGER, Transfer, Wire, over_group
 from sherd.comm.calls import Call, call_site, site_text
 from sherd.comm.codec import Codec, wire_bytes
-from sherd.comm.deadlock import COLLECTIVE, Stance
 from sherd.comm.handle import Handle
-from sherd.comm.host.peers import Peers
-from sherd.comm.progress import move_everything, take_part
-from sherd.comm.seal import Seal
+from sherd.comm.meeting.guard import Guard
+from sherd.comm.meeting.peers import Peers
 from sherd.comm.solo import SoloCommunicator
 from sherd.comm.summation import cut_for, one_phase
+from sherd.comm.trust.seal import Seal
+from sherd.comm.waiting import faults
+from sherd.comm.waiting.deadlock import COLLECTIVE, Stance
+from sherd.comm.waiting.progress import move_everything, take_part
 from sherd.config import CommOptions
 from sherd.errors import CodecFailed, CommClosed, CommError, Diverged
 

@@ -21,16 +21,16 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store
 
-from sherd.comm import deadlock, faults
-from sherd.comm.c10d.guard import Guard
-from sherd.comm.closed import MEANWHILE
-from sherd.comm.deadlock import COLLECTIVE, Stance, circle
-from sherd.comm.host.peers import Peers
-from sherd.comm.notes import Notes
-from sherd.comm.patience import Stopwatch, limit
-from sherd.comm.progress import move_everything
-from sherd.comm.reports import Report
-from sherd.comm.seal import Seal
+from sherd.comm.closing import MEANWHILE
+from sherd.comm.meeting.guard import Guard
+from sherd.comm.meeting.notes import Notes
+from sherd.comm.meeting.peers import Peers
+from sherd.comm.meeting.reports import Report
+from sherd.comm.trust.seal import Seal
+from sherd.comm.waiting import deadlock, faults
+from sherd.comm.waiting.deadlock import COLLECTIVE, Stance, circle
+from sherd.comm.waiting.patience import Stopwatch, limit
+from sherd.comm.waiting.progress import move_everything
 from sherd.config import CommOptions
 from sherd.errors import CommClosed, CommError, ConfigError
 

@@ -34,10 +34,10 @@ from torch.distributed.distributed_c10d import (
 
 from sherd.comm.c10d.lanes import inside_the_backend
 from sherd.comm.c10d.sockets import Connections
-from sherd.comm.closed import CLOSED
-from sherd.comm.network import Interface, told
-from sherd.comm.seal import Seal
-from sherd.comm.sealed_store import SealedStore
+from sherd.comm.closing import CLOSED
+from sherd.comm.meeting.network import Interface, told
+from sherd.comm.trust.seal import Seal
+from sherd.comm.trust.sealed_store import SealedStore
 
 CONNECTED = "connected"  # the key under which the store counts the ranks whose group is
 FOREVER = timedelta(days=3650)  # in nanoseconds, still far from what 63 bits hold

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from sherd.comm.c10d.slices import EXCHANGE_BYTES, as_bytes
 from sherd.comm.c10d.wire import Transfer, Wire
-from sherd.comm.cluster.spares import Spares
+from sherd.comm.cluster.buffer_pool import Spares
 from sherd.comm.codec import Codec, decoded, encode
-from sherd.comm.faults import LinkBroken
 from sherd.comm.summation import combine
+from sherd.comm.waiting.faults import LinkBroken
 from sherd.errors import CommError
 from sherd.layout.tree import SummationTree
 

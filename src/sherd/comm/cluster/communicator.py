@@ -22,18 +22,18 @@ from sherd.comm.c10d.lanes import Lane, Message, close_lanes
 from sherd.comm.c10d.wire import COME_BACK, LINGER, Wire
 from sherd.comm.calls import Call, Site, call_site, site_text
 from sherd.comm.cluster.across import TAGS, Across, Column, Steps
+from sherd.comm.cluster.buffer_pool import Spares
+from sherd.comm.cluster.failure_state import Trouble
 from sherd.comm.cluster.pipeline import ALL, ClusterOperation, Phase, Pipeline, ToldMessage
-from sherd.comm.cluster.spares import Spares
-from sherd.comm.cluster.trouble import Trouble
 from sherd.comm.codec import Codec, wire_bytes
-from sherd.comm.deadlock import COLLECTIVE, Stance
-from sherd.comm.faults import LinkBroken
 from sherd.comm.handle import Handle
 from sherd.comm.host.communicator import HostCommunicator
-from sherd.comm.host.rendezvous import Check, Link
-from sherd.comm.progress import move_everything, take_part
+from sherd.comm.host.joining.rendezvous import Check, Link
 from sherd.comm.solo import SoloCommunicator
 from sherd.comm.summation import cut_for, one_phase
+from sherd.comm.waiting.deadlock import COLLECTIVE, Stance
+from sherd.comm.waiting.faults import LinkBroken
+from sherd.comm.waiting.progress import move_everything, take_part
 from sherd.config import CommOptions
 from sherd.errors import CommError
 

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from sherd.comm.cluster.trouble import Trouble
+from sherd.comm.cluster.failure_state import Trouble
 from sherd.comm.handle import Handle
-from sherd.comm.progress import take_part
+from sherd.comm.waiting.progress import take_part
 
 ALL = sys.maxsize
 Phase = Callable[[], Sequence[Handle]]

@@ -15,26 +15,26 @@ from torch import Tensor
 
 from sherd.comm.base import Backing, Communicator
 from sherd.comm.calls import Call
-from sherd.comm.closed import CLOSED
+from sherd.comm.closing import CLOSED
 from sherd.comm.codec import Codec, wire_bytes
 from sherd.comm.handle import Handle
 from sherd.comm.host.board import Board, State, spins_pay
-from sherd.comm.host.channel import Channels
 from sherd.comm.host.headers import Headers
+from sherd.comm.host.joining.rendezvous import Link, meet
 from sherd.comm.host.memory import PAGE, Segment, round_up
 from sherd.comm.host.operation import Operation, SteppedOperation, Steps
-from sherd.comm.host.peek import Peek
-from sherd.comm.host.peers import Peers
-from sherd.comm.host.rendezvous import Link, meet
+from sherd.comm.host.remote_reader import Peek
 from sherd.comm.host.scheduler import Scheduler
 from sherd.comm.host.shared import Place, SharedMemory
-from sherd.comm.host.small import Finish, SmallCalls, SmallPlan
-from sherd.comm.host.staging import SMALL_BYTES, SMALL_CHUNKS, Staging, is_small
-from sherd.comm.host.streams import Room, Streams, Take
+from sherd.comm.host.transfer.channel import Channels
+from sherd.comm.host.transfer.small import Finish, SmallCalls, SmallPlan
+from sherd.comm.host.transfer.staging import SMALL_BYTES, SMALL_CHUNKS, Staging, is_small
+from sherd.comm.host.transfer.streams import Room, Streams, Take
 from sherd.comm.host.waiting import Waiter
-from sherd.comm.progress import take_part
+from sherd.comm.meeting.peers import Peers
 from sherd.comm.solo import SoloCommunicator
 from sherd.comm.summation import combine, cut_for, one_phase
+from sherd.comm.waiting.progress import take_part
 from sherd.config import CommOptions
 from sherd.errors import CommError
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sherd.comm import faults
 from sherd.comm.host.board import CHUNK_BITS, HEADERS, Board, State
 from sherd.comm.host.operation import Operation
+from sherd.comm.waiting import faults
 from sherd.errors import Diverged
 
 

@@ -11,12 +11,12 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from sherd.comm.closed import CLOSED
+from sherd.comm.closing import CLOSED
 from sherd.comm.host import futex
 from sherd.comm.host.board import CHUNK_BITS, Board, State
 from sherd.comm.host.operation import Operation
 from sherd.comm.host.waiting import Waiter
-from sherd.comm.progress import move_everything, take_part
+from sherd.comm.waiting.progress import move_everything, take_part
 from sherd.errors import CommClosed, CommError, Diverged, PeerLost, TimedOut
 
 _KNOWN_TO_OTHERS = (CommClosed, Diverged, PeerLost, TimedOut)  # they have been told, or see it themselves

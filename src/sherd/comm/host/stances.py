@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from sherd.comm import deadlock, faults
-from sherd.comm.deadlock import COLLECTIVE, RECV, SEND, Stance
 from sherd.comm.host import futex
 from sherd.comm.host.board import CHUNK_BITS, Board, State
 from sherd.comm.host.operation import Operation
+from sherd.comm.waiting import deadlock, faults
+from sherd.comm.waiting.deadlock import COLLECTIVE, RECV, SEND, Stance
 from sherd.errors import Diverged
 
 Made = tuple[int, list[int], list[int]]

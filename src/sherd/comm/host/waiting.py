@@ -9,14 +9,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from sherd.comm import faults
-from sherd.comm.closed import MEANWHILE
-from sherd.comm.deadlock import COLLECTIVE
+from sherd.comm.closing import MEANWHILE
 from sherd.comm.host.board import Board, State
 from sherd.comm.host.operation import Operation
-from sherd.comm.host.peers import Peers
 from sherd.comm.host.stances import Made, Stances
-from sherd.comm.patience import Stopwatch, limit
+from sherd.comm.meeting.peers import Peers
+from sherd.comm.waiting import faults
+from sherd.comm.waiting.deadlock import COLLECTIVE
+from sherd.comm.waiting.patience import Stopwatch, limit
 from sherd.config import CommOptions
 from sherd.errors import CommClosed, CommError, Diverged, PeerLost, TimedOut
 

@@ -19,7 +19,7 @@ from sherd.comm.host.headers import Headers
 from sherd.comm.host.operation import Operation
 from sherd.comm.host.scheduler import Scheduler
 from sherd.comm.host.shared import STAGED
-from sherd.comm.host.staging import Staging, is_small
+from sherd.comm.host.transfer.staging import Staging, is_small
 
 Finish = Callable[[list[Tensor], Tensor], None]
 """finish(parts, target): make the result of what the contributors gave."""

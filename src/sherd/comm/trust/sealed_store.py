@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from sherd.comm.seal import Seal
+from sherd.comm.trust.seal import Seal
 from sherd.errors import CommError
 
 

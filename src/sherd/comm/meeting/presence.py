@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sherd.comm import network
-from sherd.comm.c10d.guard import Guard
-from sherd.comm.host.peers import Peers
+from sherd.comm.meeting import network
+from sherd.comm.meeting.guard import Guard
+from sherd.comm.meeting.peers import Peers
 from sherd.errors import CommError
 
 

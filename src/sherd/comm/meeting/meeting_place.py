@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-from sherd.comm import network
 from sherd.comm.c10d.lanes import Aside
-from sherd.comm.patience import Stopwatch
+from sherd.comm.meeting import network
+from sherd.comm.waiting.patience import Stopwatch
 from sherd.errors import CommError, ConfigError
 from sherd.machine import check_files
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sherd.comm import faults
 from sherd.comm.calls import Call, Site, site_text
 from sherd.comm.handle import Done, Handle
 from sherd.comm.host.board import Board, State, progress
@@ -23,6 +22,7 @@ from sherd.comm.host.memory import Segment
 from sherd.comm.host.operation import Operation, SteppedOperation, Steps
 from sherd.comm.host.scheduler import Scheduler
 from sherd.comm.host.shared import STAGED, Place, SharedMemory
+from sherd.comm.waiting import faults
 from sherd.errors import Diverged
 
 CHUNKS = 4

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sherd.comm import plain
-from sherd.comm.seal import TOKEN, Seal
+from sherd.comm.trust import plain
+from sherd.comm.trust.seal import TOKEN, Seal
 from sherd.errors import CommError, ConfigError
 
 PLAIN, PICKLED, SEALED, REFUSED = b"0", b"1", b"2", b"3"

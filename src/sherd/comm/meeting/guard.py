@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed import Store, TCPStore
 
-from sherd.comm import network
+from sherd.comm.meeting import network
 from sherd.errors import ConfigError
 
 GOODBYE = b"goodbye"

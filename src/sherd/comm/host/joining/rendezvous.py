@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sherd.comm.host import peek
+from sherd.comm.host import remote_reader as peek
+from sherd.comm.host.joining.reception import Reception, credentials
+from sherd.comm.host.joining.support import unsupported_reason
 from sherd.comm.host.memory import Keeper, MemfdKeeper, Segment
-from sherd.comm.host.peers import Peers
-from sherd.comm.host.reception import Reception, credentials
-from sherd.comm.host.support import unsupported_reason
-from sherd.comm.patience import Stopwatch
+from sherd.comm.meeting.peers import Peers
+from sherd.comm.waiting.patience import Stopwatch
 from sherd.config import CommOptions
 from sherd.errors import CommError, ConfigError, PeerLost, TimedOut, Unsupported
 

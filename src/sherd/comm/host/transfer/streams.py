@@ -22,9 +22,9 @@ from sherd.comm.codec import Codec, decoded, encode
 from sherd.comm.host.board import HEADERS, progress
 from sherd.comm.host.headers import Headers
 from sherd.comm.host.operation import SteppedOperation, Steps
-from sherd.comm.host.peek import Peek
+from sherd.comm.host.remote_reader import Peek
 from sherd.comm.host.shared import PRIVATE, STAGED, Place, SharedMemory
-from sherd.comm.host.staging import Geometry, Staging, is_small
+from sherd.comm.host.transfer.staging import Geometry, Staging, is_small
 
 Take = Callable[[int, int, list[Tensor]], None]
 """take(start, stop, parts): use elements [start, stop) of what each contributor gave."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.distributed import DistError, Store
 
-from sherd.comm.c10d.inquiry import Inquiry
-from sherd.comm.seal import Seal
+from sherd.comm.meeting.inquiry import Inquiry
+from sherd.comm.trust.seal import Seal
 from sherd.errors import CommError
 
 LAUNCHERS = "sherd/launch/fault"

@@ -20,15 +20,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed import DistError, Store
 
-from sherd.comm import faults, network
-from sherd.comm.c10d.guard import Guard, root_of, server_of
 from sherd.comm.c10d.lanes import Aside
-from sherd.comm.meeting_place import several_hosts
-from sherd.comm.notes import FORGED, LAUNCHERS, Notes
-from sherd.comm.patience import Stopwatch
-from sherd.comm.presence import Hello, Presence
-from sherd.comm.reports import Report, printable
-from sherd.comm.seal import Seal, seal_of_token
+from sherd.comm.meeting import network
+from sherd.comm.meeting.guard import Guard, root_of, server_of
+from sherd.comm.meeting.meeting_place import several_hosts
+from sherd.comm.meeting.notes import FORGED, LAUNCHERS, Notes
+from sherd.comm.meeting.presence import Hello, Presence
+from sherd.comm.meeting.reports import Report, printable
+from sherd.comm.trust.seal import Seal, seal_of_token
+from sherd.comm.waiting import faults
+from sherd.comm.waiting.patience import Stopwatch
 from sherd.config import CommOptions
 from sherd.errors import CommError, ConfigError, SherdError, TimedOut
 from sherd.machine import check_files
