@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 import sherd
 from sherd import CommOptions, comm
 from sherd.comm.c10d import wire as wires
-from sherd.comm.host.joining.rendezvous import Link
+from sherd.comm.host.joining.link import Link
 from sherd.comm.meeting import handshake as handshakes
 from sherd.comm.meeting import meeting_place
 from sherd.comm.meeting.handshake import Handshake

@@ -15,7 +15,7 @@ from tests.comm_reference import reduced, tensor_of
 
 from sherd import CommOptions, comm
 from sherd.comm.backend import heap
-from sherd.comm.host import remote_reader as peek
+from sherd.comm.host import remote_reader
 from sherd.errors import PeerLost, SherdError
 from sherd.testing import run_ranks
 
@@ -25,7 +25,7 @@ LARGE = 3 * (1 << 20)  # elements; contributions and slices of them are more tha
 def moved(allowed, dtype):
     """Everything that a rank gets of large operations, by its digest, and the chunks that it staged for them."""
     if not allowed:
-        peek.can_read = lambda pid, address, value: False
+        remote_reader.can_read = lambda pid, address, value: False
     c = comm.connect(CommOptions(transport="host", timeout=60))
     x = tensor_of(c.rank, (LARGE,), dtype, seed=1)
     results = [c.reduce_scatter(x, op="mean" if x.is_floating_point() else "sum").wait()]
@@ -97,13 +97,13 @@ def test_what_a_rank_that_gave_up_had_lent_is_not_used(how):
 
 
 def test_a_process_is_known_by_its_word():
-    address, value = peek.MINE
-    assert peek.can_read(os.getpid(), address, value)
-    assert not peek.can_read(os.getpid(), address, value + 1)
-    assert not peek.can_read(os.getpid(), 8, value)
+    address, value = remote_reader.MINE
+    assert remote_reader.can_read(os.getpid(), address, value)
+    assert not remote_reader.can_read(os.getpid(), address, value + 1)
+    assert not remote_reader.can_read(os.getpid(), 8, value)
     child = subprocess.Popen([sys.executable, "-S", "-c", ""])
     child.wait()
-    assert not peek.can_read(child.pid, address, value)
+    assert not remote_reader.can_read(child.pid, address, value)
 
 
 class Nobody:
@@ -118,7 +118,7 @@ class Nobody:
 
 def test_memory_that_cannot_be_read_is_an_error():
     with pytest.raises(SherdError, match=rf"memory of process {os.getpid()}: Bad address"):
-        peek.Peek([os.getpid()], Nobody(), Nobody()).read(0, 8, torch.zeros(4))
+        remote_reader.RemoteReader([os.getpid()], Nobody(), Nobody()).read(0, 8, torch.zeros(4))
 
 
 _FAULTS = """

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sherd.comm import leaving
+from sherd.comm import closing
 from sherd.comm.calls import Call, Site, call_site, describe
 from sherd.comm.checked_call import check_kinds, check_tensor, refuse_expanded
 from sherd.comm.codec import Codec
@@ -57,7 +57,7 @@ class Form(NamedTuple):
 class Communicator(ABC):
     """A group of ranks that can talk. `rank` and `world` number its members from 0.
 
-    One thread at a time may use it, and the same one throughout, unless they take turns (`turn`). Input and output of a
+    One thread at a time may use it, and the same one throughout, unless they take turns (`lock`). Input and output of a
     call must be the same tensor, where that is allowed, or not overlap.
     """
 
@@ -82,12 +82,12 @@ class Communicator(ABC):
         #: What the ranks know each other's pickles by, where others could send some too; None: they send none.
         self.seal: Seal | None = None
         #: For those who let several threads use it: to be held for each call and each wait. See `use_here`.
-        self.turn = threading.RLock()
+        self.lock = threading.RLock()
         self._forms: dict[tuple[object, ...], Form] = {}
         self._agreed: dict[str, Call] = {}
-        self._site: Site = (0, 0)  # where the call that is being made was made
+        self.site: Site = (0, 0)  # where the call that is being made was made
         self._objects = 0  # calls that sent objects
-        leaving.note(self)
+        closing.opened(self)
 
     # ---------------------------------------------------------------- operations
 
@@ -103,7 +103,7 @@ class Communicator(ABC):
     ) -> Handle:
         """Reduce over ranks and keep this rank's slice: the first dimension of `input` is cut into `world` parts.
 
-        With `own`, that is this rank's contribution to its own slice, and what `input` has there is scratch: it spares
+        With `own`, that is this rank's contribution to its own slice, and what `input` has there is scratch: it pool
         copying what no other rank reads.
         """
         form = self._form("reduce_scatter", input, output, dtype, codec, op)
@@ -112,7 +112,7 @@ class Communicator(ABC):
             expected = f"{input.numel() // self.world} elements of {input.dtype}"
             raise ConfigError(f"rank {self.rank}: own has {own.numel()} elements of {own.dtype}, expected {expected}")
         mine = None if own is None else _flat(own)
-        return self._finish(self._reduce_scatter(form.call, _flat(input), flat, op, codec, mine), result, flat)
+        return self._finish(self.start_reduce_scatter(form.call, _flat(input), flat, op, codec, mine), result, flat)
 
     def all_gather(
         self,
@@ -129,7 +129,7 @@ class Communicator(ABC):
         """
         form = self._form("all_gather", input, output, dtype, codec, what)
         result, flat = _output(input, output, form)
-        return self._finish(self._all_gather(form.call, _flat(input), flat, codec), result, flat)
+        return self._finish(self.start_all_gather(form.call, _flat(input), flat, codec), result, flat)
 
     def all_reduce(
         self,
@@ -143,7 +143,7 @@ class Communicator(ABC):
         """Reduce over ranks, on every rank. `output=input` works in place."""
         form = self._form("all_reduce", input, output, dtype, codec, op)
         result, flat = _output(input, output, form)
-        return self._finish(self._all_reduce(form.call, _flat(input), flat, op, codec), result, flat)
+        return self._finish(self.start_all_reduce(form.call, _flat(input), flat, op, codec), result, flat)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Handle:
         """Overwrite `tensor` with that of rank `root`, on every rank."""
@@ -151,7 +151,7 @@ class Communicator(ABC):
         result, flat = _output(tensor, tensor, form)
         if flat.data_ptr() != result.data_ptr():
             flat.copy_(_flat(tensor))
-        return self._finish(self._broadcast(form.call, flat, root), result, flat)
+        return self._finish(self.start_broadcast(form.call, flat, root), result, flat)
 
     def all_to_all(self, input: Tensor, output: Tensor | None = None) -> Handle:
         """Send the i-th part of `input` (cut along its first dimension) to rank i and take one from each, in order."""
@@ -160,7 +160,7 @@ class Communicator(ABC):
         if flat.numel() and flat.data_ptr() == input.data_ptr():
             fix = "write all_to_all(x, torch.empty_like(x))"
             raise ConfigError(f"rank {self.rank}: all_to_all cannot work in place; {fix}")
-        return self._finish(self._all_to_all(form.call, _flat(input), flat), result, flat)
+        return self._finish(self.start_all_to_all(form.call, _flat(input), flat), result, flat)
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Handle:
         """Send to one rank. Complete when `tensor` may be reused, which can be before it was received.
@@ -168,7 +168,7 @@ class Communicator(ABC):
         Messages are not matched by `tag`: it is compared, as the shape is.
         """
         form = self._form("send", tensor, tensor, None, None, (to, tag) if tag else to)
-        handle = self._send(form.call, _flat(tensor), to)
+        handle = self.start_send(form.call, _flat(tensor), to)
         handle.result = tensor
         return handle
 
@@ -176,12 +176,12 @@ class Communicator(ABC):
         """Receive into `tensor` what `source` sent, in the order in which it was sent."""
         form = self._form("recv", tensor, tensor, None, None, (source, tag) if tag else source)
         result, flat = _output(tensor, tensor, form)
-        return self._finish(self._recv(form.call, flat, source), result, flat)
+        return self._finish(self.start_recv(form.call, flat, source), result, flat)
 
     def barrier(self) -> Handle:
         """Complete when every rank has made this call."""
-        self._site = call_site()
-        return self._barrier(_BARRIER)
+        self.site = call_site()
+        return self.start_barrier(_BARRIER)
 
     def check(self, operation: str, input: Tensor, output: Tensor | None = None, detail: str | int = "") -> None:
         """Refuse a call that cannot be right; nothing is sent. For those who make several calls as one.
@@ -201,17 +201,17 @@ class Communicator(ABC):
         """
         form = self._form("publish", part, whole, None, None)
         result, flat = _output(part, whole, form)
-        return self._finish(self._publish(form.call, _flat(part), flat), result, flat)
+        return self._finish(self.start_publish(form.call, _flat(part), flat), result, flat)
 
     def agree(self, text: str) -> Handle:
         """A barrier that all ranks must enter with the same words: `operation(what, how)`."""
-        self._site = call_site()
+        self.site = call_site()
         call = self._agreed.get(text)
         if call is None:
             if len(self._agreed) > 4096:
                 self._agreed.clear()
             call = self._agreed[text] = Call(text.partition("(")[0], text)
-        return self._barrier(call)
+        return self.start_barrier(call)
 
     # ---------------------------------------------------------------- small Python objects
 
@@ -283,7 +283,7 @@ class Communicator(ABC):
         """A communicator among `ranks`, None on ranks outside it. All ranks of this communicator must call it."""
 
     def use_here(self) -> None:  # noqa: B027 - alone, nothing is ever under way
-        """Another thread than the last one goes on: its waits take part too. It must have the `turn`."""
+        """Another thread than the last one goes on: its waits take part too. It must have the `lock`."""
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave. Others that still need this rank get an error that says so, and why. Safe to call twice."""
@@ -302,33 +302,33 @@ class Communicator(ABC):
     # ---------------------------------------------------------------- for transports
 
     @abstractmethod
-    def _reduce_scatter(
+    def start_reduce_scatter(
         self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None, own: Tensor | None = None
     ) -> Handle: ...
 
     @abstractmethod
-    def _all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle: ...
+    def start_all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle: ...
 
-    def _publish(self, call: Call, source: Tensor, target: Tensor) -> Handle:
-        return self._all_gather(call, source, target, None)
-
-    @abstractmethod
-    def _all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle: ...
+    def start_publish(self, call: Call, source: Tensor, target: Tensor) -> Handle:
+        return self.start_all_gather(call, source, target, None)
 
     @abstractmethod
-    def _broadcast(self, call: Call, target: Tensor, root: int) -> Handle: ...
+    def start_all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle: ...
 
     @abstractmethod
-    def _all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle: ...
+    def start_broadcast(self, call: Call, target: Tensor, root: int) -> Handle: ...
 
     @abstractmethod
-    def _send(self, call: Call, source: Tensor, to: int) -> Handle: ...
+    def start_all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle: ...
 
     @abstractmethod
-    def _recv(self, call: Call, target: Tensor, source: int) -> Handle: ...
+    def start_send(self, call: Call, source: Tensor, to: int) -> Handle: ...
 
     @abstractmethod
-    def _barrier(self, call: Call) -> Handle: ...
+    def start_recv(self, call: Call, target: Tensor, source: int) -> Handle: ...
+
+    @abstractmethod
+    def start_barrier(self, call: Call) -> Handle: ...
 
     # ---------------------------------------------------------------- private
 
@@ -345,7 +345,7 @@ class Communicator(ABC):
         detail: str | int | tuple[int, int] = "",
     ) -> Form:
         """The checked form of a call, remembered: a call that was right once is right again."""
-        self._site = call_site(3)
+        self.site = call_site(3)
         try:
             there = None if output is None else (output.shape, output.dtype, output.device, output.layout)
             key = (operation, input.shape, input.dtype, input.device, input.layout, there, dtype, codec, detail)

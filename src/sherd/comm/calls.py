@@ -39,6 +39,10 @@ class Call:
         digest = hashlib.blake2b((self.compared or self.text).encode(), digest_size=8).digest()
         object.__setattr__(self, "fingerprint", int.from_bytes(digest, "little") >> 1)
 
+    def made_at(self, site: Site) -> str:
+        """The call and the line that made it, for messages."""
+        return f"{self.text} at {site_text(site)}"
+
 
 def describe(operation: str, dtype: torch.dtype, shape: Iterable[int], *details: str) -> str:
     """`all_reduce(float32[3, 4], sum)`: the way a call is written in messages."""

@@ -5,7 +5,7 @@ tree. On gloo that is also faster than its own reduce-scatter, which is an all-r
 With `order="transport"` the backend reduces in whatever order it likes, where it can.
 
 Before each operation the ranks exchange a small fingerprint, because backends answer calls that do not match with
-garbage, a hang or a crash. `check=False` spares that message.
+garbage, a hang or a crash. `check=False` pool that message.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from torch.distributed import PrefixStore
 
 from sherd.comm.base import Communicator
 from sherd.comm.c10d.handle import C10dHandle
-from sherd.comm.c10d.lanes import Aside, Lane, Message, close_lanes
+from sherd.comm.c10d.lanes import Lane, LaneOperation, close_lanes
 from sherd.comm.c10d.slices import Slices, Steps, as_bytes
-from sherd.comm.c10d.watchdog import MOVE_EVERY, Watchdog
+from sherd.comm.c10d.watchdog import MOVE_EVERY, TakeStance, Watchdog, no_stance
 from sherd.comm.c10d.wire import COME_BACK, LINGER, Transfer, Wire, over_group
-from sherd.comm.calls import Call, call_site, site_text
+from sherd.comm.calls import Call, Site, call_site
+from sherd.comm.closing import unusable
 from sherd.comm.codec import Codec, wire_bytes
 from sherd.comm.handle import Handle
 from sherd.comm.meeting.guard import Guard
@@ -40,8 +41,9 @@ from sherd.comm.trust.seal import Seal
 from sherd.comm.waiting import faults
 from sherd.comm.waiting.deadlock import COLLECTIVE, Stance
 from sherd.comm.waiting.progress import move_everything, take_part
+from sherd.comm.waiting.side_thread import SideThread
 from sherd.config import CommOptions
-from sherd.errors import CodecFailed, CommClosed, CommError, Diverged
+from sherd.errors import CodecFailed, CommError, Diverged
 
 _HEADER = struct.Struct("<Q504s")  # fingerprint, call and site
 HEADER_BYTES = _HEADER.size
@@ -100,21 +102,42 @@ class C10dCommunicator(Communicator):
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         self._check_group(ranks)
-        self._site = call_site()
+        self.site = call_site()
         self._issue(Call("subgroup", f"subgroup({list(ranks)})"), 0, _no_steps).complete()
         if self.rank not in ranks or len(ranks) == 1:
             return SoloCommunicator(self.options) if self.rank in ranks else None
-        wire = self.watched(lambda: self._wire.subgroup(ranks, backend_limit(self.options)), ranks)
+        wire = self.watched(lambda: self.wire_among(ranks), ranks)
         options = self.options.replace(group=min(self.tree.group, len(ranks)))
         peers = self._peers.renumbered({r: i for i, r in enumerate(ranks)}) if self._peers else None
         return C10dCommunicator(wire, options, [self.names[r] for r in ranks], peers)
 
     def watched(self, work: Callable[[], Wire], ranks: Sequence[int]) -> Wire:
-        """Do work that waits for `ranks` inside the backend, with an eye on them."""
-        aside = Aside(work, "sherd-subgroup")
+        """Do work that waits for `ranks` inside the backend, and watch these ranks meanwhile."""
+        thread = SideThread(work, "sherd-subgroup")
+        self.watch(thread.attempt, ranks)
+        return thread.result()
+
+    # ---------------------------------------------------------------- for a communicator that this one is a part of
+
+    def wire_among(self, ranks: Sequence[int]) -> Wire:
+        """A wire of their own for some of these ranks. Collective among them."""
+        return self._wire.subgroup(ranks, backend_limit(self.options))
+
+    def note_call(self, call: Call, number: int, site: Site) -> Callable[[], None]:
+        """Tell the watchdog of a collective that takes another route; what is returned tells it that this is over."""
+        self._number, self.site = number, site
+        return self._begin(call, 0)
+
+    def watch(
+        self,
+        attempt: Callable[[float], bool],
+        ranks: Sequence[int],
+        slow: Callable[[], Sequence[int]] = tuple,
+        stance: TakeStance = no_stance,
+    ) -> None:
+        """`Watchdog.watch`; what it raises is the end of this communicator."""
         with self._breaking():
-            self._watchdog.watch(aside.attempt, ranks)
-        return aside.result()
+            self._watchdog.watch(attempt, ranks, slow, stance)
 
     def use_here(self) -> None:
         take_part(self)
@@ -147,7 +170,7 @@ class C10dCommunicator(Communicator):
 
     # ---------------------------------------------------------------- operations
 
-    def _reduce_scatter(
+    def start_reduce_scatter(
         self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None, own: Tensor | None = None
     ) -> Handle:
         cut = target.numel()
@@ -158,11 +181,11 @@ class C10dCommunicator(Communicator):
         exchanges = 2 if self._slices.goes_in_pieces(source, cut, codec) else 1
         return self._issue(call, payload, lambda: self._slices.reduce(source, target, cut, op, codec), exchanges)
 
-    def _all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
+    def start_all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
         payload = (self.world - 1) * wire_bytes(source.numel(), source, codec)
         return self._issue(call, payload, lambda: self._slices.gather(source, target, codec))
 
-    def _all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
+    def start_all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
         numel, peers = source.numel(), self.world - 1
         if self._backend_reduces(source, op, codec):
             payload = 2 * peers * wire_bytes(numel, source) // self.world
@@ -179,20 +202,20 @@ class C10dCommunicator(Communicator):
             return False
         return self._slices.backend_reduces(source.dtype, op)
 
-    def _broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
+    def start_broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
         def steps() -> Steps:
             yield self._wire.broadcast(as_bytes(target), root)
 
         payload = (self.world - 1) * wire_bytes(target.numel(), target) if self.rank == root else 0
         return self._issue(call, payload, steps)
 
-    def _all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
+    def start_all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
         def steps() -> Steps:
             yield self._slices.all_to_all(target, source)
 
         return self._issue(call, (self.world - 1) * wire_bytes(source.numel() // self.world, source), steps)
 
-    def _barrier(self, call: Call) -> Handle:
+    def start_barrier(self, call: Call) -> Handle:
         def steps() -> Steps:
             token = torch.zeros(self.world + 1, dtype=torch.uint8, device=self._device)
             yield self._slices.all_gather(token[1:], token[:1])
@@ -201,8 +224,8 @@ class C10dCommunicator(Communicator):
         handle.result = torch.empty(0)
         return handle
 
-    def _send(self, call: Call, source: Tensor, to: int) -> Handle:
-        header = self._header(call)
+    def start_send(self, call: Call, source: Tensor, to: int) -> Handle:
+        header = self.header(call, self.site)
 
         def steps() -> Iterator[Transfer]:
             if self.options.check:
@@ -212,14 +235,14 @@ class C10dCommunicator(Communicator):
 
         return self._message(call, wire_bytes(source.numel(), source), to, steps)
 
-    def _recv(self, call: Call, target: Tensor, source: int) -> Handle:
-        header = self._header(call)
+    def start_recv(self, call: Call, target: Tensor, source: int) -> Handle:
+        header = self.header(call, self.site)
 
         def steps() -> Iterator[Transfer]:
             if self.options.check:
                 sent = torch.empty_like(header)
                 yield self._wire.recv(sent, source)
-                self._compare([(self.rank, header), (source, sent)], aside=True)
+                self.compare([(self.rank, header), (source, sent)], aside=True)
             if target.numel():
                 yield self._wire.recv(as_bytes(target), source)
 
@@ -248,21 +271,20 @@ class C10dCommunicator(Communicator):
                 # The peer may be waiting for this rank's part of something else before it sends.
                 return attempt(MOVE_EVERY if move_everything() else seconds)
 
-            with self._breaking():
-                self._watchdog.watch(attempt_and_move, [peer], stance=stance)
+            self.watch(attempt_and_move, [peer], stance=stance)
 
         def stance() -> Stance | None:
             return self.stance(call.operation, count, text, peer) if self._wire.waits_for_recv else None
 
         lane = (call.operation, peer)
-        text = f"{call.text} at {site_text(self._site)}"
+        text = call.made_at(self.site)
         self._check_usable()
         finished = self._begin(call, payload)
         counts = self._messages[call.operation]
         count = counts[peer] = counts.get(peer, 0) + 1
         if lane not in self._lanes:
             self._lanes[lane] = Lane(f"sherd-{call.operation}-{peer}")
-        message = Message(steps(), watch, finished)
+        message = LaneOperation(steps(), watch, finished)
         self._lanes[lane].add(message)
         return message
 
@@ -279,34 +301,38 @@ class C10dCommunicator(Communicator):
             finally:
                 del error  # its traceback holds this frame
         if self._broken is not None:
-            raise CommClosed(f"this communicator cannot be used any more: {self._broken}")
+            raise unusable(self._broken)
 
     def _begin(self, call: Call, payload: int) -> Callable[[], None]:
         self.counters.add(call.operation, payload, HEADER_BYTES * (self.world - 1) if self.options.check else 0)
         with self._breaking():
             message = call.operation in self._messages
-            deed = self._watchdog.enter(self._number, f"{call.text} at {site_text(self._site)}", message)
+            deed = self._watchdog.enter(self._number, call.made_at(self.site), message)
         return partial(self._watchdog.finish, deed)
 
     def _agree(self, call: Call) -> None:
         """All ranks make this call, or all of them get an error."""
         if not self.options.check:
             return
-        header = self._header(call)
+        header = self.header(call, self.site)
         headers = torch.empty(self.world * header.numel(), dtype=torch.uint8, device=self._device)
-        text = f"{call.text} at {site_text(self._site)}"
+        text = call.made_at(self.site)
         with self._breaking():
             work = self._wire.all_gather(headers, header)
             self._watchdog.wait(work, lambda: self.stance(COLLECTIVE, self._number, text))
         self._wire.met = True
-        self._compare(list(enumerate(headers.view(self.world, -1))))
+        self.compare(list(enumerate(headers.view(self.world, -1))))
 
-    def _header(self, call: Call) -> Tensor:
-        text = f"{call.text} at {site_text(self._site)}".encode()[:503]
+    def header(self, call: Call, site: Site) -> Tensor:
+        """What ranks compare of a call before they make it."""
+        text = call.made_at(site).encode()[:503]
         return torch.frombuffer(bytearray(_HEADER.pack(call.fingerprint, text)), dtype=torch.uint8).to(self._device)
 
-    def _compare(self, headers: Sequence[tuple[int, Tensor]], aside: bool = False) -> None:
-        """`aside`: on the thread of a message, whose rank may make other calls before it waits for that."""
+    def compare(self, headers: Sequence[tuple[int, Tensor]], aside: bool = False) -> None:
+        """Raise unless these ranks made the same call, this one's own header among them.
+
+        `aside`: on the thread of a message, whose rank may make other calls before it waits for that one.
+        """
         calls = [(rank, *_HEADER.unpack(bytes(header.tolist()))) for rank, header in headers]
         mine = next(fingerprint for rank, fingerprint, _ in calls if rank == self.rank)
         if all(fingerprint == mine for _, fingerprint, _ in calls):

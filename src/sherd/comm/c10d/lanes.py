@@ -7,23 +7,19 @@ each other before either receives.
 
 from __future__ import annotations
 
-import atexit
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from torch import Tensor
 
 from sherd.comm.handle import Handle
+from sherd.comm.waiting.side_thread import inside_the_backend
 from sherd.errors import CommClosed
-
-T = TypeVar("T")
-
-AT_EXIT = 1.0  # seconds
 
 
 class Waitable(Protocol):
@@ -32,7 +28,7 @@ class Waitable(Protocol):
     def wait(self) -> object: ...
 
 
-class Message(Handle):
+class LaneOperation(Handle):
     """A send or receive on its lane. `watch` waits for it with an eye on the peers."""
 
     __slots__ = ("_failure", "_finished", "_first", "_steps", "_watch", "error", "over")
@@ -94,41 +90,11 @@ class Message(Handle):
         return over
 
 
-class Aside(Generic[T]):
-    """Work that waits in the backend, where nobody would notice that it is in vain: on a thread of its own, which is
-    left behind then."""
-
-    def __init__(self, work: Callable[[], T], name: str) -> None:
-        self._work = work
-        self._made: list[T] = []
-        self._error: BaseException | None = None
-        self._over = threading.Event()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def attempt(self, seconds: float) -> bool:
-        """Whether it is done, after at most some seconds. Raises what it raised."""
-        over = self._over.wait(seconds)
-        if over and self._error is not None:
-            raise self._error
-        return over
-
-    def result(self) -> T:
-        """What it gave."""
-        return self._made.pop()
-
-    def _run(self) -> None:
-        with inside_the_backend(self._over):
-            try:
-                self._made.append(self._work())
-            except BaseException as error:  # it belongs to the rank
-                self._error = error
-
-
 class Lane:
     """Messages in one direction between this rank and a peer."""
 
     def __init__(self, name: str) -> None:
-        messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        messages: queue.SimpleQueue[LaneOperation | None] = queue.SimpleQueue()
         self.add = messages.put
         self.close = weakref.finalize(self, messages.put, None)  # once what is on it is through
         self.ended = threading.Event()
@@ -153,31 +119,9 @@ def _have_ended(lanes: Sequence[Lane], seconds: float) -> bool:
     return all(lane.ended.wait(max(deadline - time.monotonic(), 0)) for lane in others)
 
 
-_in_the_backend: set[threading.Event] = set()
-"""Each is set when a thread has come back from there."""
-
-
-def _run(messages: queue.SimpleQueue[Message | None], ended: threading.Event) -> None:
+def _run(messages: queue.SimpleQueue[LaneOperation | None], ended: threading.Event) -> None:
     while (message := messages.get()) is not None:
         with inside_the_backend(message.over):
             message.run()
             del message  # first: once its rank hears of it, nobody but that holds what it holds
     ended.set()
-
-
-@contextmanager
-def inside_the_backend(over: threading.Event) -> Iterator[None]:
-    """For a thread that nobody waits for, while it is in the backend; then it is `over`."""
-    _in_the_backend.add(over)
-    yield
-    _in_the_backend.discard(over)
-    over.set()
-
-
-@atexit.register
-def _let_them_come_back() -> None:
-    """A thread that comes back from the backend when the interpreter has gone aborts the process. After a fault, the
-    other ranks are about to end as well, and with them what it waits for."""
-    deadline = time.monotonic() + AT_EXIT
-    for over in list(_in_the_backend):
-        over.wait(max(deadline - time.monotonic(), 0))

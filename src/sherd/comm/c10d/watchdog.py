@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store
 
-from sherd.comm.closing import MEANWHILE
+from sherd.comm.closing import CLOSED_MEANWHILE
 from sherd.comm.meeting.guard import Guard
 from sherd.comm.meeting.notes import Notes
 from sherd.comm.meeting.peers import Peers
@@ -48,7 +48,7 @@ TakeStance = Callable[[], Stance | None]
 """What this rank waits for, if others could be waiting for it in a circle."""
 
 
-def _no_stance() -> None:
+def no_stance() -> None:
     return None
 
 
@@ -135,7 +135,7 @@ class Watchdog:
 
     # ---------------------------------------------------------------- waiting
 
-    def wait(self, work: dist.Work, stance: TakeStance = _no_stance) -> None:
+    def wait(self, work: dist.Work, stance: TakeStance = no_stance) -> None:
         """Complete a collective."""
 
         def attempt(seconds: float) -> bool:
@@ -156,7 +156,7 @@ class Watchdog:
         attempt: Callable[[float], bool],
         needed: Sequence[int],
         slow: Callable[[], Sequence[int]] = tuple,
-        stance: TakeStance = _no_stance,
+        stance: TakeStance = no_stance,
     ) -> None:
         """Repeat `attempt(seconds)` until it is True, for as long as the `needed` ranks may still do their part.
 
@@ -215,7 +215,7 @@ class Watchdog:
     def explain(self, error: RuntimeError, needed: Sequence[int]) -> CommError:
         """The backend has lost a connection: find out to whom. Its error comes before the process is gone."""
         if self._stop.is_set():
-            return CommClosed(MEANWHILE)
+            return CommClosed(CLOSED_MEANWHILE)
         peers = [error.peer] if isinstance(error, faults.LinkBroken) else []
         looking, enough = Stopwatch(), EXPLAIN_WITHIN if peers else EXPLAIN_WITHIN + 3 * self._beat_every
         while looking.seconds() < enough:

@@ -32,12 +32,12 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from sherd.comm.c10d.lanes import inside_the_backend
 from sherd.comm.c10d.sockets import Connections
 from sherd.comm.closing import CLOSED
 from sherd.comm.meeting.network import Interface, told
 from sherd.comm.trust.seal import Seal
 from sherd.comm.trust.sealed_store import SealedStore
+from sherd.comm.waiting.side_thread import inside_the_backend
 
 CONNECTED = "connected"  # the key under which the store counts the ranks whose group is
 FOREVER = timedelta(days=3650)  # in nanoseconds, still far from what 63 bits hold

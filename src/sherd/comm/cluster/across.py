@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sherd.comm.c10d.slices import EXCHANGE_BYTES, as_bytes
 from sherd.comm.c10d.wire import Transfer, Wire
-from sherd.comm.cluster.buffer_pool import Spares
+from sherd.comm.cluster.buffer_pool import BufferPool
 from sherd.comm.codec import Codec, decoded, encode
 from sherd.comm.summation import combine
 from sherd.comm.waiting.faults import LinkBroken
@@ -31,7 +31,7 @@ TAGS = 2
 """How many an operation has: the pieces of a large exchange take turns."""
 
 
-class Link:
+class Message:
     """A message under way to or from rank `peer`."""
 
     def __init__(self, start: Callable[[], Transfer], peer: int, waited_for: set[int]) -> None:
@@ -51,18 +51,18 @@ class Link:
         self._waited_for.clear()
 
 
-Steps = Generator[Link, None, None]
+Steps = Generator[Message, None, None]
 
 
 class Column:
     """The ranks with this one's number on every host. `ranks` are their numbers in the world, one per host."""
 
-    def __init__(self, wire: Wire, ranks: Sequence[int], spares: Spares) -> None:
+    def __init__(self, wire: Wire, ranks: Sequence[int], pool: BufferPool) -> None:
         self.ranks = ranks
         self.hosts = len(ranks)
         self.mine = wire.rank
         self.wire = wire
-        self.spares = spares
+        self.pool = pool
         self.others = [h for h in range(self.hosts) if h != self.mine]
         self.tree = SummationTree(self.hosts, 1)  # each part is the sum of a group already
         self.waited_for: set[int] = set()
@@ -94,22 +94,22 @@ class Across:
         numel = target.numel()
         width = max(EXCHANGE_BYTES // (len(self._others) * sums.element_size()), 1)
         pieces, longest = 2 if numel > width else 1, min(width, numel)
-        room = self._column.spares.take(pieces * len(self._others) * longest, sums.dtype)
+        room = self._column.pool.take(pieces * len(self._others) * longest, sums.dtype)
         arrived = room.view(pieces, len(self._others), longest)
-        under_way: deque[tuple[list[Tensor], Tensor, list[Link]]] = deque()
+        under_way: deque[tuple[list[Tensor], Tensor, list[Message]]] = deque()
         for index, start in enumerate(range(0, numel, width)):
             stop = min(start + width, numel)
             parts = [row[start:stop] for row in sums]
             rows = list(parts)
             for h, row in zip(self._others, arrived[index % 2], strict=True):
                 rows[h] = row[: stop - start]
-            links = self._start(parts, rows, index % 2)
-            under_way.append((rows, target[start:stop], links))
+            messages = self._start(parts, rows, index % 2)
+            under_way.append((rows, target[start:stop], messages))
             if len(under_way) == 2:
                 yield from self._add(*under_way.popleft(), op, count)
         for piece in under_way:
             yield from self._add(*piece, op, count)
-        self._column.spares.give_back(room)
+        self._column.pool.give_back(room)
 
     def exchange_and_reduce(self, part: Tensor, target: Tensor, op: str, count: int) -> Steps:
         """Every host's `part`, whole, reduced here."""
@@ -142,7 +142,7 @@ class Across:
 
     # ---------------------------------------------------------------- parts
 
-    def _start(self, give: Sequence[Tensor], take: Sequence[Tensor], tag: int = 0) -> list[Link]:
+    def _start(self, give: Sequence[Tensor], take: Sequence[Tensor], tag: int = 0) -> list[Message]:
         wire, ranks, waited_for = self._column.wire, self._column.ranks, self._column.waited_for
 
         def receive(h: int) -> Transfer:
@@ -153,9 +153,9 @@ class Across:
 
         received = [h for h in self._others if take[h].numel()]
         sent = [h for h in self._others if give[h].numel()]
-        links = [Link(partial(receive, h), ranks[h], waited_for) for h in received]
-        return links + [Link(partial(send, h), ranks[h], waited_for) for h in sent]
+        messages = [Message(partial(receive, h), ranks[h], waited_for) for h in received]
+        return messages + [Message(partial(send, h), ranks[h], waited_for) for h in sent]
 
-    def _add(self, rows: list[Tensor], target: Tensor, links: list[Link], op: str, count: int) -> Steps:
-        yield from links
+    def _add(self, rows: list[Tensor], target: Tensor, messages: list[Message], op: str, count: int) -> Steps:
+        yield from messages
         combine(self._tree, rows, target, op, count)

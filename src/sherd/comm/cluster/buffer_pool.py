@@ -11,17 +11,17 @@ KEPT = 16  # two for each reduction: a host's sums, and those of the others
 LARGE_ENOUGH = 1 << 16  # bytes; the allocator itself keeps what is smaller
 
 
-class Spares:
+class BufferPool:
     """The last few buffers that were given back, by a rank or by its lane."""
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor with anything in it."""
         nbytes = numel * dtype.itemsize
-        with self._turn:
+        with self._lock:
             for index, kept in enumerate(self._kept):
                 if nbytes <= kept.numel() <= 2 * nbytes:
                     return self._kept.pop(index)[:nbytes].view(dtype)
@@ -30,5 +30,5 @@ class Spares:
     def give_back(self, tensor: Tensor) -> None:
         whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
         if whole.numel() >= LARGE_ENOUGH:
-            with self._turn:
+            with self._lock:
                 self._kept = [*self._kept[1 - KEPT :], whole]

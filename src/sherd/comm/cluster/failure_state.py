@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from sherd.errors import CommClosed, CommError
+from sherd.comm.closing import unusable
+from sherd.errors import CommError
 
 
 class Part(Protocol):
@@ -14,7 +15,7 @@ class Part(Protocol):
     def fail(self, error: CommError) -> None: ...
 
 
-class Trouble:
+class FailureState:
     """Why a communicator is of no more use, and who is to be told."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -23,7 +24,7 @@ class Trouble:
 
     def check(self) -> None:
         if self._broken is not None:
-            raise CommClosed(f"this communicator cannot be used any more: {self._broken}")
+            raise unusable(self._broken)
 
     def close(self) -> None:
         self._broken = self._broken or "it was closed"

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from sherd.comm.cluster.failure_state import Trouble
+from sherd.comm.cluster.failure_state import FailureState
 from sherd.comm.handle import Handle
 from sherd.comm.waiting.progress import take_part
 
@@ -91,9 +91,9 @@ class ToldMessage(Handle):
 class Pipeline:
     """The operations of one rank that are under way."""
 
-    def __init__(self, trouble: Trouble, turn: threading.RLock) -> None:
-        self._trouble = trouble
-        self.turn = turn
+    def __init__(self, failures: FailureState, lock: threading.RLock) -> None:
+        self._failure_state = failures
+        self.lock = lock
         self._operations: list[ClusterOperation] = []
         self._moving = False
         take_part(self)
@@ -116,7 +116,7 @@ class Pipeline:
 
     def try_complete(self, operation: ClusterOperation) -> bool:
         if not operation.finished:
-            self._trouble.check()
+            self._failure_state.check()
             self.move_all()
         return operation.finished
 
@@ -151,7 +151,7 @@ class Pipeline:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        self._trouble.tell(error)
+        self._failure_state.tell(error)
         self.abandon()
 
     def _move(self) -> None:

@@ -1,4 +1,4 @@
-"""The board: one small segment on which the ranks of a host tell each other where they stand.
+"""The board: one small block on which the ranks of a host tell each other where they stand.
 
 Each word has one writer. A rank's *posted* flag says how far it has contributed and its *done* flag how far it has
 read what others contributed. Both count `progress`: the number of an operation in the high bits, chunks of it in the
@@ -16,14 +16,14 @@ import struct
 import time
 from enum import IntEnum
 
-from sherd.comm.calls import Call, Site, site_text
+from sherd.comm.calls import Call, Site
 from sherd.comm.host import futex
-from sherd.comm.host.memory import Segment, round_up
+from sherd.comm.host.memory import SharedBlock, round_up
 from sherd.config import flag_from_env
 
 CHUNK_BITS = 24
 HEADERS = 64  # operations a rank may be ahead of the slowest reader
-_HEADER = struct.Struct("<6Q")  # fingerprint, text, segment + 1, offset, first chunk, monotonic ns
+_HEADER = struct.Struct("<6Q")  # fingerprint, text, block + 1, offset, first chunk, monotonic ns
 HEADER_WORDS = 8
 _TEXTS = 256
 _TEXT_BYTES = 512
@@ -49,12 +49,12 @@ class State(IntEnum):
 class Board:
     """One rank's view of the board of its host."""
 
-    def __init__(self, segment: Segment, rank: int, world: int) -> None:
+    def __init__(self, block: SharedBlock, rank: int, world: int) -> None:
         self.rank = rank
         self.world = world
-        self._segment = segment
-        self._memory = segment.memory
-        self.words = segment.words()
+        self._block = block
+        self._memory = block.memory
+        self.words = block.words()
         flags, channels, states, sleepers, headers, texts, last_words, stances, _ = _offsets(world)
         self.posted = [(flags + 128 * r) // 8 for r in range(world)]
         self.done = [(flags + 128 * r + 64) // 8 for r in range(world)]
@@ -103,38 +103,38 @@ class Board:
         # The sleeper announces itself, then sleeps only if the word is still old. A store still on its way when the
         # sleepers are read can cost a wake-up, never more: sleepers look again after a bounded time.
         if self._sleepers != self._nobody:
-            futex.wake(self._segment.address + 8 * index)
+            futex.wake(self._block.address + 8 * index)
 
     def sleep(self, index: int, seen: int, seconds: float) -> None:
         """Sleep until the word at `index` is no longer `seen`, for at most `seconds`."""
         self._sleepers[self.rank] = 1
         try:
-            futex.wait(self._segment.address + 8 * index, seen, seconds)
+            futex.wait(self._block.address + 8 * index, seen, seconds)
         finally:
             self._sleepers[self.rank] = 0
 
     # ---------------------------------------------------------------- headers
 
     def write_header(self, operation: int, call: Call, site: Site, lent: tuple[int, int], first_chunk: int) -> None:
-        """Announce this rank's contribution: where it is lent (segment -1: nowhere) and its first staging chunk."""
+        """Announce this rank's contribution: where it is lent (block -1: nowhere) and its first staging chunk."""
         number = self._numbers.get((call.fingerprint, site))
         if number is None:
             number = self.text_number(call, site)
         where = 8 * self.header_word(self.rank, operation)
-        segment, offset = lent
+        block, offset = lent
         _HEADER.pack_into(
-            self._memory, where, call.fingerprint, number, segment + 1, offset, first_chunk, time.monotonic_ns()
+            self._memory, where, call.fingerprint, number, block + 1, offset, first_chunk, time.monotonic_ns()
         )
 
     def header_word(self, rank: int, operation: int) -> int:
-        """Index of the first word of a header: fingerprint, text, segment + 1, offset, first chunk, time."""
+        """Index of the first word of a header: fingerprint, text, block + 1, offset, first chunk, time."""
         return self.headers[rank] + operation % HEADERS * HEADER_WORDS
 
     def fingerprint(self, rank: int, operation: int) -> int:
         return self.words[self.header_word(rank, operation)]
 
-    def place(self, rank: int, operation: int) -> tuple[int, int, int]:
-        """Segment (or -1) and offset of what a rank lends, and the number of its first staging chunk."""
+    def location(self, rank: int, operation: int) -> tuple[int, int, int]:
+        """SharedBlock (or -1) and offset of what a rank lends, and the number of its first staging chunk."""
         word = self.header_word(rank, operation)
         return self.words[word + 2] - 1, self.words[word + 3], self.words[word + 4]
 
@@ -180,7 +180,7 @@ class Board:
                 futex.fence()
             self._states[self.rank] = state
 
-    def trouble(self) -> dict[int, tuple[State, str]]:
+    def failures(self) -> dict[int, tuple[State, str]]:
         """Ranks that are no longer well, and what they said."""
         return {r: (State(s), self._last(r)) for r, s in enumerate(self._states) if s}
 
@@ -200,7 +200,7 @@ class Board:
         number = len(self._numbers) % _TEXTS
         if number == 0:
             self._numbers.clear()
-        data = f"{call.text} at {site_text(site)}".encode()[: _TEXT_BYTES - 1]
+        data = call.made_at(site).encode()[: _TEXT_BYTES - 1]
         start = self._text(self.rank, number)
         self._memory[start : start + _TEXT_BYTES] = data.ljust(_TEXT_BYTES, b"\0")
         self._numbers[(call.fingerprint, site)] = number

@@ -20,12 +20,12 @@ from sherd.comm.codec import Codec, wire_bytes
 from sherd.comm.handle import Handle
 from sherd.comm.host.board import Board, State, spins_pay
 from sherd.comm.host.headers import Headers
-from sherd.comm.host.joining.rendezvous import Link, meet
-from sherd.comm.host.memory import PAGE, Segment, round_up
+from sherd.comm.host.joining.link import Link
+from sherd.comm.host.joining.rendezvous import meet
+from sherd.comm.host.memory import PAGE, Location, SharedBlock, SharedMemory, round_up
 from sherd.comm.host.operation import Operation, SteppedOperation, Steps
-from sherd.comm.host.remote_reader import Peek
+from sherd.comm.host.remote_reader import RemoteReader
 from sherd.comm.host.scheduler import Scheduler
-from sherd.comm.host.shared import Place, SharedMemory
 from sherd.comm.host.transfer.channel import Channels
 from sherd.comm.host.transfer.small import Finish, SmallCalls, SmallPlan
 from sherd.comm.host.transfer.staging import SMALL_BYTES, SMALL_CHUNKS, Staging, is_small
@@ -56,21 +56,21 @@ class HostCommunicator(Communicator):
         options: CommOptions,
         beside: HostCommunicator | None = None,
         numbers: Sequence[int] | None = None,
-        turn: threading.RLock | None = None,
+        lock: threading.RLock | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """`beside` is a communicator over the same link, whose shared memory and counters this one takes as its own.
-        In a part of a larger communicator, `numbers` are the ranks as errors list them, and `turn` is that one's.
+        In a part of a larger communicator, `numbers` are the ranks as errors list them, and `lock` is that one's.
         `check` raises if waiting for the others has become pointless, while they have no board to say so."""
         rank, world = link.members.index(link.rank), len(link.members)
         super().__init__(rank, world, options)
-        self.turn = turn or self.turn
+        self.lock = lock or self.lock
         self.names = [card.name for card in link.cards]
         self._link = link
         self._check = check
         self._all = range(world)
         self._number = 0
-        self._shared_calls: dict[tuple[Call, Place], Call] = {}
+        self._shared_calls: dict[tuple[Call, Location], Call] = {}
         self._plans: dict[Call, SmallPlan | None] = {}
         self._memory: SharedMemory = beside._memory if beside else SharedMemory()
         self.counters = beside.counters if beside else self.counters
@@ -78,16 +78,16 @@ class HostCommunicator(Communicator):
         self._peers = link.watch(options.timeout, range(world), check)
         numbers = numbers or self._all
         # In a part of a larger communicator, not while the thread that talks to the network needs the interpreter.
-        spin = turn is None and spins_pay(world)
+        spin = lock is None and spins_pay(world)
         self._waiter = waiter = Waiter(self._board, self._peers, self.names, numbers, options, spin)
-        self._scheduler = Scheduler(self._board, waiter, self.turn)
+        self._scheduler = Scheduler(self._board, waiter, self.lock)
         self._check = self._scheduler.check
         small = self._ring("small", SMALL_BYTES, SMALL_CHUNKS)
         large = self._ring("large", options.chunk_bytes, options.chunks)
         headers = Headers(self._board, self.names, numbers, options.check)
         self._small_calls = SmallCalls(headers, small)
-        peek = Peek([card.pid for card in link.cards], self._board, waiter) if link.peeks else None
-        self._streams = Streams(headers, small, large, self._memory, peek)
+        remote = RemoteReader([card.pid for card in link.cards], self._board, waiter) if link.reads_remote else None
+        self._streams = Streams(headers, small, large, self._memory, remote)
         channels = self._share("channels", Channels.nbytes(world))
         self._channels = Channels(channels, self._board, self._memory, self._scheduler, self.names, numbers)
         waiter.made = weakref.WeakMethod(self._channels.made)
@@ -114,10 +114,10 @@ class HostCommunicator(Communicator):
         self.agree(f"shared_tensor({dtype}{list(shape)})").wait()
         self._free_what_was_dropped()
         numel = torch.Size(shape).numel()
-        segment = self._share("tensor", numel * dtype.itemsize, keep=True)
-        owner = memoryview(segment.memory)
-        self._memory.add(segment, common=True, owner=owner)
-        return segment.tensor(0, numel, dtype, owner).view(shape)
+        block = self._share("tensor", numel * dtype.itemsize, keep=True)
+        owner = memoryview(block.memory)
+        self._memory.add(block, common=True, owner=owner)
+        return block.tensor(0, numel, dtype, owner).view(shape)
 
     def backing(self, tensor: Tensor) -> Backing | None:
         return self._memory.backing(tensor)
@@ -127,10 +127,10 @@ class HostCommunicator(Communicator):
         self._free_what_was_dropped()
         numel = torch.Size(shape).numel()
         stride = round_up(numel * dtype.itemsize, PAGE)
-        segment = self._share("buffers", stride * self.world)
-        owner = memoryview(segment.memory)
-        self._memory.add(segment, common=False, owner=owner)
-        return [segment.tensor(r * stride, numel, dtype, owner).view(shape) for r in range(self.world)]
+        block = self._share("buffers", stride * self.world)
+        owner = memoryview(block.memory)
+        self._memory.add(block, common=False, owner=owner)
+        return [block.tensor(r * stride, numel, dtype, owner).view(shape) for r in range(self.world)]
 
     def _free_what_was_dropped(self) -> None:
         """Unmap shared memory that no rank has tensors of any more. Where new memory is made, as all ranks come there:
@@ -174,15 +174,15 @@ class HostCommunicator(Communicator):
         self._board = self._waiter = self._small_calls = self._streams = self._channels = CLOSED
 
     def _ring(self, label: str, chunk_bytes: int, chunks: int) -> Staging:
-        segment = self._share(label, Staging.nbytes(self.world, chunk_bytes, chunks))
-        return Staging(segment, self._board, chunk_bytes, chunks)
+        block = self._share(label, Staging.nbytes(self.world, chunk_bytes, chunks))
+        return Staging(block, self._board, chunk_bytes, chunks)
 
-    def _share(self, label: str, nbytes: int, keep: bool = False) -> Segment:
+    def _share(self, label: str, nbytes: int, keep: bool = False) -> SharedBlock:
         return self._link.share(label, nbytes, self.options.timeout, self._check, keep)
 
     # ---------------------------------------------------------------- operations
 
-    def _reduce_scatter(
+    def start_reduce_scatter(
         self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None, own: Tensor | None = None
     ) -> Handle:
         cut = target.numel()
@@ -197,7 +197,7 @@ class HostCommunicator(Communicator):
         o = self._new(call)
         return self._issue(o, self._streams.scatter(o, source, cut, codec, self._reducing(target, op), own=own))
 
-    def _all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
+    def start_all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
         cut = target.numel() // self.world
         self._count(call, (self.world - 1) * wire_bytes(cut, source))
         small = self._start_small(call, source, target, cut, self._all, lambda: _concatenate)
@@ -207,7 +207,7 @@ class HostCommunicator(Communicator):
         take, room = _spreading(target, cut), _room(source, target, cut)
         return self._issue(o, self._streams.scatter(o, source, cut, None, take, room=room))
 
-    def _all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
+    def start_all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
         cut = source.numel()
         if codec is None and self.shares(target):
             call = self.naming(call, target)
@@ -223,15 +223,15 @@ class HostCommunicator(Communicator):
         take, room = _spreading(target, cut), _room(source, target, cut)
         return self._issue(o, self._streams.gather(o, source, cut, self._all, codec, take, room))
 
-    def _publish(self, call: Call, source: Tensor, target: Tensor) -> Handle:
+    def start_publish(self, call: Call, source: Tensor, target: Tensor) -> Handle:
         if not self.shares(target):
-            return self._all_gather(call, source, target, None)
+            return self.start_all_gather(call, source, target, None)
         place = target[self.rank * source.numel() : (self.rank + 1) * source.numel()]
         if place.data_ptr() != source.data_ptr():
             place.copy_(source)
-        return self._barrier(self.naming(call, target))
+        return self.start_barrier(self.naming(call, target))
 
-    def _broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
+    def start_broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
         numel, receives = target.numel(), self.rank != root
         self._count(call, 0 if receives else (self.world - 1) * wire_bytes(numel, target))
         small = self._start_small(call, target, target, numel, (root,), lambda: _copy if receives else _keep)
@@ -245,7 +245,7 @@ class HostCommunicator(Communicator):
         o = self._new(call)
         return self._issue(o, self._streams.gather(o, target, numel, (root,), None, take, _room(target, target, 0)))
 
-    def _all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
+    def start_all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
         numel = source.numel()
         if one_phase(numel * source.element_size(), codec):
             self._count(call, (self.world - 1) * wire_bytes(numel, source))
@@ -261,7 +261,7 @@ class HostCommunicator(Communicator):
         reduce, spread = self._reducing(mine, op), _spreading(target, cut)
         return self._issue(o, self._streams.scatter_gather(o, source, mine, cut, codec, reduce, spread))
 
-    def _barrier(self, call: Call) -> Handle:
+    def start_barrier(self, call: Call) -> Handle:
         self._count(call, 0)
         o = self._start_small(call, _EMPTY, _EMPTY, 0, (), lambda: _keep)
         if o is None:
@@ -270,15 +270,15 @@ class HostCommunicator(Communicator):
         o.result = _EMPTY
         return o
 
-    def _send(self, call: Call, source: Tensor, to: int) -> Handle:
+    def start_send(self, call: Call, source: Tensor, to: int) -> Handle:
         self._scheduler.check()
         self._count(call, wire_bytes(source.numel(), source))
-        return self._channels.send(call, self._site, source, to)
+        return self._channels.send(call, self.site, source, to)
 
-    def _recv(self, call: Call, target: Tensor, source: int) -> Handle:
+    def start_recv(self, call: Call, target: Tensor, source: int) -> Handle:
         self._scheduler.check()
         self._count(call, 0)
-        return self._channels.recv(call, self._site, target, source)
+        return self._channels.recv(call, self.site, target, source)
 
     # ---------------------------------------------------------------- private
 
@@ -288,7 +288,7 @@ class HostCommunicator(Communicator):
     def _new(self, call: Call) -> SteppedOperation:
         self._scheduler.admit()
         self._number += 1
-        return SteppedOperation(self._scheduler, self._number, call, self._site)
+        return SteppedOperation(self._scheduler, self._number, call, self.site)
 
     def _issue(self, operation: SteppedOperation, steps: Steps) -> Operation:
         operation.steps = steps
@@ -313,7 +313,7 @@ class HostCommunicator(Communicator):
         if plan is None:
             return None
         self._scheduler.admit()
-        o = self._small_calls.start(self._scheduler, self._number + 1, plan, self._site, source, target)
+        o = self._small_calls.start(self._scheduler, self._number + 1, plan, self.site, source, target)
         if o is None:
             return None
         self._number += 1

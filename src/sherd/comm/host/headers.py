@@ -40,7 +40,7 @@ class Headers:
             for r in range(board.world):
                 if board.fingerprint(r, o.number) != o.call.fingerprint:
                     raise self.diverged(o, r)
-        return [board.place(r, o.number) for r in range(board.world)]
+        return [board.location(r, o.number) for r in range(board.world)]
 
     def diverged(self, o: Operation, other: int) -> Diverged:
         ranks = sorted((self.board.rank, other))

@@ -1,20 +1,24 @@
-"""Segments: anonymous memory that the ranks of a host map together.
+"""SharedBlocks: anonymous memory that the ranks of a host map together.
 
-A segment is a memfd: it has no name on disk, is not bounded by the size of /dev/shm, and the kernel frees it when the
+A block is a memfd: it has no name on disk, is not bounded by the size of /dev/shm, and the kernel frees it when the
 last process that maps it is gone, however that process ended.
 """
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import fcntl
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from sherd.comm.base import Backing
 
 PAGE = mmap.PAGESIZE
 
@@ -24,14 +28,14 @@ def round_up(value: int, multiple: int) -> int:
 
 
 class Keeper(Protocol):
-    """Creates the segments of a host. Who holds the keeper can outlive the ranks that use its segments."""
+    """Creates the blocks of a host. Who holds the keeper can outlive the ranks that use its blocks."""
 
     def create(self, label: str, nbytes: int) -> int:
         """A file descriptor for `nbytes` of zeroed shared memory; the caller owns it."""
 
 
 class MemfdKeeper:
-    """Keeps segments only as long as a rank maps them."""
+    """Keeps blocks only as long as a rank maps them."""
 
     def create(self, label: str, nbytes: int) -> int:
         fd = os.memfd_create(f"sherd-{label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -45,8 +49,8 @@ class MemfdKeeper:
         return fd
 
 
-class Segment:
-    """One mapping of a segment. Tensors made from it keep it mapped; it is unmapped with the last of them."""
+class SharedBlock:
+    """One mapping of a block. Tensors made from it keep it mapped; it is unmapped with the last of them."""
 
     def __init__(self, fd: int) -> None:
         """Map all of `fd`, which may be closed afterwards."""
@@ -70,5 +74,92 @@ class Segment:
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
 
     def words(self) -> memoryview:
-        """The segment as 64-bit words."""
+        """The block as 64-bit words."""
         return memoryview(self.memory).cast("Q")
+
+
+Location = tuple[int, int]
+"""Number of a block and byte offset in it. All ranks number the blocks alike: allocations are collective."""
+
+STAGED: Location = (-1, 0)
+"""Not in shared memory: the contribution goes through staging chunks."""
+
+PRIVATE = 1 << 40
+"""Instead of the number of a block: the offset is an address in the memory of the rank itself."""
+
+
+class SharedMemory:
+    """The shared tensors and buffers of a communicator. They stay mapped until it is closed and they are dropped, or
+    every rank has dropped them before."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, SharedBlock] = {}  # by number
+        self._owners: dict[int, weakref.ref[memoryview]] = {}
+        self._starts: list[int] = []  # their addresses, ascending
+        self._by_address: list[int] = []  # their numbers in that order
+        self._common: list[bool] = []  # by number, of those that are gone too
+        self._views: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
+
+    def add(self, block: SharedBlock, common: bool, owner: memoryview | None = None) -> None:
+        """Register a block; `common` if all ranks use it as one tensor and not as a buffer each. The tensors that
+        this rank has of it hold its `owner`, if they may be dropped."""
+        at = bisect.bisect(self._starts, block.address)
+        number = len(self._common)
+        self._starts.insert(at, block.address)
+        self._by_address.insert(at, number)
+        self._blocks[number] = block
+        self._common.append(common)
+        if owner is not None:
+            self._owners[number] = weakref.ref(owner)
+
+    def in_use(self) -> list[bool]:
+        """Of those that are there and may be dropped, whether this rank still has tensors. The same ones on all ranks,
+        as these agree on what they `keep`."""
+        return [owner() is not None for owner in self._owners.values()]
+
+    def keep(self, used: Sequence[bool]) -> None:
+        """Let go of what no rank has tensors of. An operation that is under way holds its own."""
+        for number in [number for number, kept in zip(self._owners, used, strict=True) if not kept]:
+            del self._owners[number]
+            block = self._blocks.pop(number)
+            at = self._by_address.index(number)
+            assert self._starts[at] == block.address
+            del self._by_address[at], self._starts[at]
+            self._views = {key: view for key, view in self._views.items() if key[0] != number}
+
+    def find(self, tensor: Tensor) -> Location:
+        if self._blocks and tensor.is_cpu:
+            address = tensor.data_ptr()
+            number = bisect.bisect_right(self._starts, address) - 1
+            if number >= 0:
+                block = self._by_address[number]
+                offset = address - self._blocks[block].address
+                if offset < self._blocks[block].nbytes:
+                    return block, offset
+        return STAGED
+
+    def is_common(self, tensor: Tensor) -> bool:
+        number, _ = self.find(tensor)
+        return number >= 0 and self._common[number]
+
+    def backing(self, tensor: Tensor) -> Backing | None:
+        """The file that a shared tensor is mapped from."""
+        number, offset = self.find(tensor)
+        return Backing(self._blocks[number].fd, offset) if number >= 0 and self._common[number] else None
+
+    def view(self, place: Location, numel: int, dtype: torch.dtype) -> Tensor:
+        key = (*place, numel, dtype)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) > 4096:
+                self._views.clear()
+            view = self._views[key] = self._blocks[place[0]].tensor(place[1], numel, dtype)
+        return view
+
+    def forget(self) -> None:
+        self._blocks.clear()
+        self._owners.clear()
+        self._starts.clear()
+        self._by_address.clear()
+        self._common.clear()
+        self._views.clear()

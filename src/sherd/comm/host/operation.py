@@ -17,7 +17,7 @@ from torch import Tensor
 from sherd.comm.calls import Call, Site
 from sherd.comm.handle import Handle
 from sherd.comm.host.board import CHUNK_BITS
-from sherd.comm.host.shared import PRIVATE
+from sherd.comm.host.memory import PRIVATE
 
 if TYPE_CHECKING:
     from sherd.comm.host.scheduler import Scheduler
@@ -63,18 +63,18 @@ class Operation(Handle):
 class SteppedOperation(Operation):
     """An operation that is a generator."""
 
-    __slots__ = ("places", "site", "steps", "used")
+    __slots__ = ("locations", "site", "steps", "used")
 
     def __init__(self, scheduler: Scheduler, number: int, call: Call, site: Site) -> None:
         super().__init__(scheduler, number, call)
         self.site = site
-        self.places: list[tuple[int, int, int]] | None = None  # where each rank's contribution lies, once checked
+        self.locations: list[tuple[int, int, int]] | None = None  # where each rank's contribution lies, once checked
         self.used = 0  # chunks of its movements so far
         self.steps: Steps
 
     def is_private(self, rank: int) -> bool:
         """Whether a rank lends memory of its own process."""
-        return self.places is not None and self.places[rank][0] == PRIVATE
+        return self.locations is not None and self.locations[rank][0] == PRIVATE
 
     def step(self) -> None:
         try:

@@ -1,6 +1,6 @@
 """Reading a peer's private memory, where the kernel lets this process do so.
 
-It spares the copy into staging chunks and the waiting for each of them: `process_vm_readv` moves a tensor from one
+It pool the copy into staging chunks and the waiting for each of them: `process_vm_readv` moves a tensor from one
 process into another in one copy, about as fast as a copy inside one of them. The kernel asks for the same user and for
 the right to trace the other process, which containers and Yama may refuse. So every rank tries it when ranks meet,
 and it is used among ranks that can all read each other.
@@ -41,7 +41,7 @@ MINE = (ctypes.addressof(_word), _word.value)
 """Address and value of a word of this process, for peers to try."""
 
 
-class Peek:
+class RemoteReader:
     """Reads the memory of the ranks of a host, whose processes are `pids`."""
 
     def __init__(self, pids: Sequence[int], board: Board, waiter: Waiter) -> None:

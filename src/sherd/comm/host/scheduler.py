@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from sherd.comm.closing import CLOSED
+from sherd.comm.closing import CLOSED, unusable
 from sherd.comm.host import futex
 from sherd.comm.host.board import CHUNK_BITS, Board, State
 from sherd.comm.host.operation import Operation
@@ -26,14 +26,14 @@ _STATES = {Diverged: State.DIVERGED, PeerLost: State.LOST_PEER, TimedOut: State.
 class Scheduler:
     """The operations of one rank that are under way."""
 
-    def __init__(self, board: Board, waiter: Waiter, turn: threading.RLock) -> None:
+    def __init__(self, board: Board, waiter: Waiter, lock: threading.RLock) -> None:
         self._board = board
         self._words = board.words
         self._waiter = waiter
         self._collectives: deque[Operation] = deque()
         self._queues = [self._collectives]
         self._broken: str | None = None
-        self.turn = turn
+        self.lock = lock
         take_part(self)
 
     def new_queue(self) -> deque[Operation]:
@@ -45,7 +45,7 @@ class Scheduler:
     def check(self) -> None:
         """Before anything: raise if this communicator is of no more use."""
         if self._broken is not None:
-            raise CommClosed(f"this communicator cannot be used any more: {self._broken}")
+            raise unusable(self._broken)
         if not self._board.all_well():
             try:
                 self._waiter.check()
@@ -89,7 +89,7 @@ class Scheduler:
     def complete(self, operation: Operation) -> None:
         """Run `operation`, and those ahead of it in its queue, to the end."""
         if self._broken is not None:
-            raise CommClosed(f"this communicator cannot be used any more: {self._broken}")
+            raise unusable(self._broken)
         while not operation.finished:
             self._run(operation.queue[0])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from sherd.comm.closing import MEANWHILE
+from sherd.comm.closing import CLOSED_MEANWHILE
 from sherd.comm.host.board import Board, State
 from sherd.comm.host.operation import Operation
 from sherd.comm.host.stances import Made, Stances
@@ -128,19 +128,19 @@ class Waiter:
 
     def _fault(self, missing: Sequence[int]) -> CommError | None:
         """Why waiting for `missing` is in vain, or None."""
-        trouble = self._board.trouble()
-        state, _ = trouble.pop(self._board.rank, (State.WELL, ""))
+        failures = self._board.failures()
+        state, _ = failures.pop(self._board.rank, (State.WELL, ""))
         if state == State.LEFT:
-            return CommClosed(MEANWHILE)
-        silent = [r for r in self._peers.dead() if r not in trouble]
+            return CommClosed(CLOSED_MEANWHILE)
+        silent = [r for r in self._peers.dead() if r not in failures]
         if silent:
             # They may have left word between the two looks.
-            trouble = {r: said for r, said in self._board.trouble().items() if r != self._board.rank}
-            silent = [r for r in silent if r not in trouble]
+            failures = {r: said for r, said in self._board.failures().items() if r != self._board.rank}
+            silent = [r for r in silent if r not in failures]
         if silent:
             ends = [self._deed_of(r, self._peers.how_it_ended(r)) for r in silent]
             return self._report(State.LOST_PEER, faults.lost(ends, self._mine(), [self._numbers[r] for r in silent]))
-        for rank, (state, text) in trouble.items():
+        for rank, (state, text) in failures.items():
             if state == State.LEFT and (rank in missing or text):
                 end = self._deed_of(rank, f"left after {text}" if text else "left")
                 return self._report(State.LOST_PEER, faults.lost([end], self._mine(), (self._numbers[rank],)))

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed import DistError, Store
 
-from sherd.comm.c10d.lanes import Aside
 from sherd.comm.meeting import network
 from sherd.comm.meeting.guard import Guard, root_of, server_of
 from sherd.comm.meeting.meeting_place import several_hosts
@@ -30,6 +29,7 @@ from sherd.comm.meeting.reports import Report, printable
 from sherd.comm.trust.seal import Seal, seal_of_token
 from sherd.comm.waiting import faults
 from sherd.comm.waiting.patience import Stopwatch
+from sherd.comm.waiting.side_thread import SideThread
 from sherd.config import CommOptions
 from sherd.errors import CommError, ConfigError, SherdError, TimedOut
 from sherd.machine import check_files
@@ -88,7 +88,7 @@ class Handshake:
         """Do work that waits for all other ranks where nobody would notice the end of one. Collective; on a thread of
         its own, which is left behind if that was in vain."""
         self._notes.leave(self._keys(key)[self.rank], True)
-        aside = Aside(work, f"sherd-{key}")
+        aside = SideThread(work, f"sherd-{key}")
         try:
             self._wait(aside.attempt, key)
         except SherdError:

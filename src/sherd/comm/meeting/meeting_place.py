@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-from sherd.comm.c10d.lanes import Aside
 from sherd.comm.meeting import network
 from sherd.comm.waiting.patience import Stopwatch
+from sherd.comm.waiting.side_thread import SideThread
 from sherd.errors import CommError, ConfigError
 from sherd.machine import check_files
 
@@ -65,7 +65,7 @@ def from_environment(timeout: float) -> MeetingPlace:
 def _reach(address: str, port: int, rank: int, timeout: float) -> TCPStore:
     """The store that rank 0 or a launcher serves. On a thread: torch would wait in silence, deaf to an interrupt."""
     make = partial(TCPStore, address, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
-    aside, watch, warn_at = Aside(make, "sherd-meeting"), Stopwatch(), WARN_AFTER
+    aside, watch, warn_at = SideThread(make, "sherd-meeting"), Stopwatch(), WARN_AFTER
     while not aside.attempt(LOOK_EVERY):
         waited = watch.seconds()
         if waited > timeout + LOOK_EVERY:

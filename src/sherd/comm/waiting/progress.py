@@ -13,9 +13,9 @@ _here = threading.local()
 
 
 class Moving(Protocol):
-    """Something with operations under way, and the `turn` of its communicator: who has it may move them."""
+    """Something with operations under way, and the `lock` of its communicator: who has it may move them."""
 
-    turn: threading.RLock
+    lock: threading.RLock
 
     def move_all(self) -> int:
         """Do what can be done without waiting; the number of operations that are left."""
@@ -30,11 +30,11 @@ def move_everything() -> int:
     """Move on whatever this thread has under way; the number of operations that are left."""
     left = 0
     for moving in list(_members()):
-        if moving.turn.acquire(blocking=False):  # else another thread is at it
+        if moving.lock.acquire(blocking=False):  # else another thread is at it
             try:
                 left += moving.move_all()
             finally:
-                moving.turn.release()
+                moving.lock.release()
     return left
 
 

@@ -15,7 +15,8 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from sherd.errors import CommError, PeerLost
 
@@ -24,14 +25,24 @@ _LOOK_EVERY = 0.05
 PATIENCE = 10.0  # seconds in which a process of this user that has connected says which rank it is
 
 
-class Member(Protocol):
-    """A rank that is expected."""
+@dataclass(frozen=True)
+class Card:
+    """What a rank tells the others about itself. `rank` is its number in the world, for messages."""
+
+    rank: int
+    machine: str
+    label: str | None
+    user: int
+    pid: int
+    address: str
+    word: tuple[int, int]
+    refusal: str | None
+    options: dict[str, Any]
 
     @property
-    def pid(self) -> int: ...
-
-    @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        host = f"{self.machine} as {self.label}" if self.label else self.machine
+        return f"rank {self.rank} on {host} (pid {self.pid})"
 
 
 class Reception:
@@ -46,7 +57,7 @@ class Reception:
         threading.Thread(target=_accept, args=(self._listener, self._come), name="sherd-reception", daemon=True).start()
 
     def await_members(
-        self, members: Sequence[int], cards: Sequence[Member], check: Callable[[], None]
+        self, members: Sequence[int], cards: Sequence[Card], check: Callable[[], None]
     ) -> dict[int, socket.socket]:
         """The sockets of these ranks. They connect before they say so elsewhere, so none is waited for long; `check`
         raises if one has ended."""

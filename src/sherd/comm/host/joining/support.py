@@ -8,7 +8,7 @@ import socket
 import sys
 
 from sherd.comm.host import futex
-from sherd.comm.host.memory import MemfdKeeper, Segment
+from sherd.comm.host.memory import MemfdKeeper, SharedBlock
 
 
 @functools.cache
@@ -21,10 +21,10 @@ def unsupported_reason() -> str | None:
     try:
         fd = MemfdKeeper().create("probe", 1)
         try:
-            segment = Segment(fd)
+            block = SharedBlock(fd)
         finally:
             os.close(fd)
-        futex.wake(segment.address)
+        futex.wake(block.address)
         os.close(os.pidfd_open(os.getpid()))
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(f"\0sherd-probe-{os.getpid()}-{os.urandom(8).hex()}")

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sherd.comm.calls import Call, Site, site_text
+from sherd.comm.calls import Call, Site
 from sherd.comm.handle import Done, Handle
 from sherd.comm.host.board import Board, State, progress
-from sherd.comm.host.memory import Segment
+from sherd.comm.host.memory import STAGED, Location, SharedBlock, SharedMemory
 from sherd.comm.host.operation import Operation, SteppedOperation, Steps
 from sherd.comm.host.scheduler import Scheduler
-from sherd.comm.host.shared import STAGED, Place, SharedMemory
 from sherd.comm.waiting import faults
 from sherd.errors import Diverged
 
@@ -29,7 +28,7 @@ CHUNKS = 4
 CHUNK_BYTES = 1 << 16
 _MESSAGES = 8  # headers per channel
 _TEXT_BYTES = 480
-_HEADER = struct.Struct(f"<4Q{_TEXT_BYTES}s")  # fingerprint, segment + 1, offset, first chunk, call and site
+_HEADER = struct.Struct(f"<4Q{_TEXT_BYTES}s")  # fingerprint, block + 1, offset, first chunk, call and site
 _HEADER_WORDS = struct.Struct("<4Q")
 _HEADER_BYTES = 512
 _CHANNEL_BYTES = _MESSAGES * _HEADER_BYTES + CHUNKS * CHUNK_BYTES
@@ -39,7 +38,7 @@ _CHANNEL_BYTES = _MESSAGES * _HEADER_BYTES + CHUNKS * CHUNK_BYTES
 class _End:
     """One rank's end of a channel."""
 
-    offset: int  # of the channel in its segment
+    offset: int  # of the channel in its block
     sent: int
     taken: int
     queue: deque[Operation]
@@ -59,14 +58,14 @@ class Channels:
 
     def __init__(
         self,
-        segment: Segment,
+        block: SharedBlock,
         board: Board,
         memory: SharedMemory,
         scheduler: Scheduler,
         names: Sequence[str],
         numbers: Sequence[int],
     ) -> None:
-        self._segment = segment
+        self._block = block
         self._board = board
         self._memory = memory
         self._scheduler = scheduler
@@ -168,14 +167,14 @@ class Channels:
         taken = self._board.words[end.taken]
         return taken >= end.free_after[end.written % CHUNKS] and taken >= progress(end.messages + 2 - _MESSAGES)
 
-    def _write_header(self, end: _End, number: int, call: Call, site: Site, lent: Place) -> None:
+    def _write_header(self, end: _End, number: int, call: Call, site: Site, lent: Location) -> None:
         text = self._texts.get((call, site))
         if text is None:
             if len(self._texts) > 1024:
                 self._texts.clear()
-            text = self._texts[(call, site)] = f"{call.text} at {site_text(site)}".encode()[: _TEXT_BYTES - 1]
+            text = self._texts[(call, site)] = call.made_at(site).encode()[: _TEXT_BYTES - 1]
         where = end.header(number)
-        _HEADER.pack_into(self._segment.memory, where, call.fingerprint, lent[0] + 1, lent[1], end.written, text)
+        _HEADER.pack_into(self._block.memory, where, call.fingerprint, lent[0] + 1, lent[1], end.written, text)
 
     def _write_chunk(self, end: _End, piece: Tensor, reached: int) -> None:
         self._view(end.chunk(end.written), piece).copy_(piece)
@@ -183,13 +182,13 @@ class Channels:
         end.written += 1
         self._board.raise_flag(end.sent, reached)
 
-    def _check_header(self, o: SteppedOperation | _SmallRecv, end: _End, source: int) -> tuple[Place, int]:
+    def _check_header(self, o: SteppedOperation | _SmallRecv, end: _End, source: int) -> tuple[Location, int]:
         """Where a message lies: the place it is lent from, and its first chunk."""
         where = end.header(o.number)
-        fingerprint, segment, offset, first = _HEADER_WORDS.unpack_from(self._segment.memory, where)
+        fingerprint, block, offset, first = _HEADER_WORDS.unpack_from(self._block.memory, where)
         if fingerprint != o.call.fingerprint:
             raise self._diverged(o, source, where)
-        return (segment - 1, offset), first
+        return (block - 1, offset), first
 
     def _view(self, offset: int, like: Tensor) -> Tensor:
         key = (offset, like.numel(), like.dtype)
@@ -197,7 +196,7 @@ class Channels:
         if view is None:
             if len(self._views) > 1024:
                 self._views.clear()
-            view = self._views[key] = self._segment.tensor(*key)
+            view = self._views[key] = self._block.tensor(*key)
         return view
 
     def _operation(self, call: Call, site: Site, end: _End) -> SteppedOperation:
@@ -211,9 +210,9 @@ class Channels:
 
     def _diverged(self, o: SteppedOperation | _SmallRecv, source: int, where: int) -> Diverged:
         me = self._board.rank
-        text: bytes = _HEADER.unpack_from(self._segment.memory, where)[-1]
+        text: bytes = _HEADER.unpack_from(self._block.memory, where)[-1]
         sides = [
-            f"{self._names[me]} called {o.call.text} at {site_text(o.site)}",
+            f"{self._names[me]} called {o.call.made_at(o.site)}",
             f"{self._names[source]} called {text.rstrip(bytes(1)).decode(errors='replace')}",
         ]
         error = faults.diverged(o.number, sides, (self._numbers[me], self._numbers[source]))

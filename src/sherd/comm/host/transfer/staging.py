@@ -1,6 +1,6 @@
 """Staging: the chunks through which a rank's private tensors reach its peers.
 
-Each rank has a ring of chunks in a segment that all map. A contribution larger than a chunk streams through the ring,
+Each rank has a ring of chunks in a block that all map. A contribution larger than a chunk streams through the ring,
 so memory stays bounded, and chunks stay in the cache between the rank that writes and the ranks that read. A chunk may
 be written again when every rank's done flag has passed what it held.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sherd.comm.codec import Codec
 from sherd.comm.host.board import Board
-from sherd.comm.host.memory import Segment, round_up
+from sherd.comm.host.memory import SharedBlock, round_up
 from sherd.errors import ConfigError
 
 ALIGNMENT = 64
@@ -68,11 +68,11 @@ def _largest_fit(codec: Codec, room: int) -> int:
 class Staging:
     """This rank's ring of chunks, and views of everybody's."""
 
-    def __init__(self, segment: Segment, board: Board, chunk_bytes: int, chunks: int) -> None:
+    def __init__(self, block: SharedBlock, board: Board, chunk_bytes: int, chunks: int) -> None:
         self.chunk_bytes = chunk_bytes
         self.chunks = chunks
         self.written = 0  # chunks this rank has ever written
-        self.segment = segment
+        self.block = block
         self._words = board.words
         self._done = board.done
         self._free_after = [0] * chunks
@@ -111,5 +111,5 @@ class Staging:
         if view is None:
             if len(self._views) > 4096:
                 self._views.clear()
-            view = self._views[key] = self.segment.tensor(start, numel, dtype)
+            view = self._views[key] = self.block.tensor(start, numel, dtype)
         return view

@@ -21,9 +21,9 @@ from sherd.comm.calls import Call
 from sherd.comm.codec import Codec, decoded, encode
 from sherd.comm.host.board import HEADERS, progress
 from sherd.comm.host.headers import Headers
+from sherd.comm.host.memory import PRIVATE, STAGED, Location, SharedMemory
 from sherd.comm.host.operation import SteppedOperation, Steps
-from sherd.comm.host.remote_reader import Peek
-from sherd.comm.host.shared import PRIVATE, STAGED, Place, SharedMemory
+from sherd.comm.host.remote_reader import RemoteReader
 from sherd.comm.host.transfer.staging import Geometry, Staging, is_small
 
 Take = Callable[[int, int, list[Tensor]], None]
@@ -40,7 +40,7 @@ class Streams:
     """Moves tensors between the ranks of a host. The generators are the steps of operations."""
 
     def __init__(
-        self, headers: Headers, small: Staging, large: Staging, memory: SharedMemory, peek: Peek | None = None
+        self, headers: Headers, small: Staging, large: Staging, memory: SharedMemory, remote: RemoteReader | None = None
     ) -> None:
         self._headers = headers
         self._board = headers.board
@@ -49,7 +49,7 @@ class Streams:
         self._rank, self._world = headers.board.rank, headers.board.world
         self._posted_by_peers, self._done_by_peers = headers.posted_by_peers, headers.done_by_peers
         self._my_posted, self._my_done = headers.my_posted, headers.my_done
-        self._peek = peek
+        self._remote = remote
         self._geometries: dict[tuple[Call, int, int, bool], Geometry] = {}
 
     # ---------------------------------------------------------------- movements
@@ -97,7 +97,7 @@ class Streams:
                 return source[rank * cut + start : rank * cut + stop] if own is None else own[start:stop]
             offset = (rank if whole else _piece(rank, r, codec)) * g.stride
             if o.is_private(r):
-                return self._peeked(o, r, rank * cut + start, start, stop, source.dtype, room)
+                return self._read_remote(o, r, rank * cut + start, start, stop, source.dtype, room)
             return self._read(o, staging, r, rank * cut + start, index, offset, stop - start, source.dtype, codec)
 
         def receive(start: int, stop: int, index: int) -> None:
@@ -152,7 +152,7 @@ class Streams:
 
     # ---------------------------------------------------------------- their parts
 
-    def _lend(self, source: Tensor, codec: Codec | None, private: bool) -> Place:
+    def _lend(self, source: Tensor, codec: Codec | None, private: bool) -> Location:
         """Where peers can read `source` in place; with `private`, also where it lies in this rank's own memory.
 
         A small one is staged all the same. A copy costs less than waiting for readers, and an all-reduce in place may
@@ -161,11 +161,11 @@ class Streams:
         if codec is not None or is_small(source.numel() * source.element_size()):
             return STAGED
         place = self._memory.find(source)
-        if place[0] < 0 and private and self._peek is not None:
+        if place[0] < 0 and private and self._remote is not None:
             return PRIVATE, source.data_ptr()
         return place
 
-    def _announce(self, o: SteppedOperation, lent: Place, staging: Staging) -> Steps:
+    def _announce(self, o: SteppedOperation, lent: Location, staging: Staging) -> Steps:
         """Write the header of an operation; its first contribution follows."""
         if not self._headers.is_free(o.number):
             yield self._headers.done_by_all, progress(o.number - HEADERS + 1)
@@ -180,7 +180,7 @@ class Streams:
         contributors: Sequence[int],
         codec: Codec | None,
         take: Take,
-        lent: Place,
+        lent: Location,
         first: int = 0,
         room: Room | None = None,
     ) -> Steps:
@@ -197,7 +197,7 @@ class Streams:
             if r == rank and codec is None:
                 return source[start:stop]
             if o.is_private(r) and first == 0:
-                return self._peeked(o, r, start, start, stop, source.dtype, room)
+                return self._read_remote(o, r, start, start, stop, source.dtype, room)
             return self._read(o, staging, r, start, index, 0, stop - start, source.dtype, codec, first)
 
         def receive(start: int, stop: int, index: int) -> None:
@@ -245,9 +245,9 @@ class Streams:
                 self._post(o, base + staged)
                 o.staged_all = last and staged == count
             yield self._posted_by_peers, base + index + 1
-            if o.places is None:
-                o.places = self._headers.compare(o)
-                if count > 1 and all(o.places[r][0] >= 0 for r in contributors):
+            if o.locations is None:
+                o.locations = self._headers.compare(o)
+                if count > 1 and all(o.locations[r][0] >= 0 for r in contributors):
                     receive(0, numel, 0)
                     break
             receive(index * g.elements, min((index + 1) * g.elements, numel), index)
@@ -259,8 +259,8 @@ class Streams:
         """Everybody is here, with the same call."""
         self._post(o, o.base + first)
         yield self._posted_by_peers, o.base + first
-        if o.places is None:
-            o.places = self._headers.compare(o)
+        if o.locations is None:
+            o.locations = self._headers.compare(o)
         self._board.raise_flag(self._my_done, o.base + first)
 
     def _post(self, o: SteppedOperation, reached: int) -> None:
@@ -288,23 +288,23 @@ class Streams:
         first: int = 0,
     ) -> Tensor:
         """A part of what `rank` contributed: from `element` of what it lends, or in the index-th chunk it staged."""
-        assert o.places is not None
-        segment, where, chunk = o.places[rank]
-        if segment >= 0 and first == 0:
-            return self._memory.view((segment, where + element * dtype.itemsize), numel, dtype)
-        if segment < 0:
+        assert o.locations is not None
+        block, where, chunk = o.locations[rank]
+        if block >= 0 and first == 0:
+            return self._memory.view((block, where + element * dtype.itemsize), numel, dtype)
+        if block < 0:
             chunk += first
         if codec is None:
             return staging.view(rank, chunk + index, offset, numel, dtype)
         wire = staging.view(rank, chunk + index, offset, codec.wire_bytes(numel), torch.uint8)
         return decoded(codec, wire, numel, dtype)
 
-    def _peeked(
+    def _read_remote(
         self, o: SteppedOperation, rank: int, element: int, start: int, stop: int, dtype: torch.dtype, room: Room | None
     ) -> Tensor:
         """A part of what `rank` has in private memory, read from `element` of it to its place."""
-        assert o.places is not None and self._peek is not None and room is not None
-        return self._peek.read(rank, o.places[rank][1] + element * dtype.itemsize, room(rank, start, stop))
+        assert o.locations is not None and self._remote is not None and room is not None
+        return self._remote.read(rank, o.locations[rank][1] + element * dtype.itemsize, room(rank, start, stop))
 
     def _geometry(
         self, call: Call, numel: int, pieces: int, itemsize: int, codec: Codec | None, staging: Staging
