@@ -125,11 +125,11 @@ def test_the_board_knows_who_writes_each_word_and_what_everyone_did():
     assert "is in all_reduce(float32[3], sum) at bucket 7 of the backward pass (call 9" in boards[1].last_deed(3)
     boards[3].raise_flag(boards[3].done[3], progress(9, 1))
     assert boards[1].last_deed(3).startswith("last finished")
-    assert boards[1].place(3, 9) == (-1, 0, 4)
+    assert boards[1].location(3, 9) == (-1, 0, 4)
     assert boards[0].all_well()
     boards[2].leave_word(State.LEFT, "goodbye")
     boards[2].leave_word(State.DIVERGED, "too late")
-    assert boards[0].trouble() == {2: (State.LEFT, "goodbye")}
+    assert boards[0].failures() == {2: (State.LEFT, "goodbye")}
     assert not boards[0].all_well()
 
 

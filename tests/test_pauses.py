@@ -89,7 +89,7 @@ def test_a_rank_that_is_paused_alone_is_named(tmp_path, transport):
         results = paused(tmp_path, (1,), 2, told, tmp_path, transport)
     for rank, text in enumerate(results):
         if rank != 1:
-            assert "rank 1 on" in text.partition("did not come within")[0], text
+            assert "rank 1 on" in text.partition("did not reach this call within")[0], text
 
 
 def test_a_jump_of_the_clock_counts_for_no_more_than_a_look(monkeypatch):

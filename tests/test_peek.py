@@ -81,7 +81,7 @@ def given_up(how):
             c._scheduler.abandon(KeyboardInterrupt())
         x.fill_(77.0)
         return "gave up"
-    while not c._board.trouble():
+    while not c._board.failures():
         pass
     try:
         handle.wait()

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from sherd.comm import closing
-from sherd.comm.calls import Call, Site, call_site, describe
-from sherd.comm.checked_call import check_kinds, check_tensor, refuse_expanded
+from sherd.comm.calls import Call, Site, call_site
+from sherd.comm.checked_call import CheckedCall, Detail, check_call, check_kinds, check_rank, refuse_expanded
 from sherd.comm.codec import Codec
 from sherd.comm.counters import Counters
 from sherd.comm.handle import CopyBack, Handle
-from sherd.comm.summation import check_reduction
 from sherd.comm.trust.objects import ObjectCall
 from sherd.comm.trust.seal import Seal
 from sherd.config import CommOptions
@@ -44,14 +43,6 @@ class Backing(NamedTuple):
 
     fd: int
     offset: int
-
-
-class Form(NamedTuple):
-    """A call whose arguments were found right, and what it gives."""
-
-    call: Call
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 class Communicator(ABC):
@@ -83,7 +74,7 @@ class Communicator(ABC):
         self.seal: Seal | None = None
         #: For those who let several threads use it: to be held for each call and each wait. See `use_here`.
         self.lock = threading.RLock()
-        self._forms: dict[tuple[object, ...], Form] = {}
+        self._checked_calls: dict[tuple[object, ...], CheckedCall] = {}
         self._agreed: dict[str, Call] = {}
         self.site: Site = (0, 0)  # where the call that is being made was made
         self._objects = 0  # calls that sent objects
@@ -106,13 +97,13 @@ class Communicator(ABC):
         With `own`, that is this rank's contribution to its own slice, and what `input` has there is scratch: it pool
         copying what no other rank reads.
         """
-        form = self._form("reduce_scatter", input, output, dtype, codec, op)
-        result, flat = _output(input, output, form)
+        checked = self._checked("reduce_scatter", input, output, dtype, codec, op)
+        result, flat = _output(input, output, checked)
         if own is not None and (own.dtype, own.numel() * self.world) != (input.dtype, input.numel()):
             expected = f"{input.numel() // self.world} elements of {input.dtype}"
             raise ConfigError(f"rank {self.rank}: own has {own.numel()} elements of {own.dtype}, expected {expected}")
         mine = None if own is None else _flat(own)
-        return self._finish(self.start_reduce_scatter(form.call, _flat(input), flat, op, codec, mine), result, flat)
+        return self._finish(self.start_reduce_scatter(checked.call, _flat(input), flat, op, codec, mine), result, flat)
 
     def all_gather(
         self,
@@ -127,9 +118,9 @@ class Communicator(ABC):
 
         `what` says what is gathered, where ranks might gather different things of one shape: it is compared too.
         """
-        form = self._form("all_gather", input, output, dtype, codec, what)
-        result, flat = _output(input, output, form)
-        return self._finish(self.start_all_gather(form.call, _flat(input), flat, codec), result, flat)
+        checked = self._checked("all_gather", input, output, dtype, codec, what)
+        result, flat = _output(input, output, checked)
+        return self._finish(self.start_all_gather(checked.call, _flat(input), flat, codec), result, flat)
 
     def all_reduce(
         self,
@@ -141,42 +132,42 @@ class Communicator(ABC):
         dtype: torch.dtype | None = None,
     ) -> Handle:
         """Reduce over ranks, on every rank. `output=input` works in place."""
-        form = self._form("all_reduce", input, output, dtype, codec, op)
-        result, flat = _output(input, output, form)
-        return self._finish(self.start_all_reduce(form.call, _flat(input), flat, op, codec), result, flat)
+        checked = self._checked("all_reduce", input, output, dtype, codec, op)
+        result, flat = _output(input, output, checked)
+        return self._finish(self.start_all_reduce(checked.call, _flat(input), flat, op, codec), result, flat)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Handle:
         """Overwrite `tensor` with that of rank `root`, on every rank."""
-        form = self._form("broadcast", tensor, tensor, None, None, root)
-        result, flat = _output(tensor, tensor, form)
+        checked = self._checked("broadcast", tensor, tensor, None, None, root)
+        result, flat = _output(tensor, tensor, checked)
         if flat.data_ptr() != result.data_ptr():
             flat.copy_(_flat(tensor))
-        return self._finish(self.start_broadcast(form.call, flat, root), result, flat)
+        return self._finish(self.start_broadcast(checked.call, flat, root), result, flat)
 
     def all_to_all(self, input: Tensor, output: Tensor | None = None) -> Handle:
         """Send the i-th part of `input` (cut along its first dimension) to rank i and take one from each, in order."""
-        form = self._form("all_to_all", input, output, None, None)
-        result, flat = _output(input, output, form)
+        checked = self._checked("all_to_all", input, output, None, None)
+        result, flat = _output(input, output, checked)
         if flat.numel() and flat.data_ptr() == input.data_ptr():
             fix = "write all_to_all(x, torch.empty_like(x))"
             raise ConfigError(f"rank {self.rank}: all_to_all cannot work in place; {fix}")
-        return self._finish(self.start_all_to_all(form.call, _flat(input), flat), result, flat)
+        return self._finish(self.start_all_to_all(checked.call, _flat(input), flat), result, flat)
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Handle:
         """Send to one rank. Complete when `tensor` may be reused, which can be before it was received.
 
         Messages are not matched by `tag`: it is compared, as the shape is.
         """
-        form = self._form("send", tensor, tensor, None, None, (to, tag) if tag else to)
-        handle = self.start_send(form.call, _flat(tensor), to)
+        checked = self._checked("send", tensor, tensor, None, None, (to, tag) if tag else to)
+        handle = self.start_send(checked.call, _flat(tensor), to)
         handle.result = tensor
         return handle
 
     def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Handle:
         """Receive into `tensor` what `source` sent, in the order in which it was sent."""
-        form = self._form("recv", tensor, tensor, None, None, (source, tag) if tag else source)
-        result, flat = _output(tensor, tensor, form)
-        return self._finish(self.start_recv(form.call, flat, source), result, flat)
+        checked = self._checked("recv", tensor, tensor, None, None, (source, tag) if tag else source)
+        result, flat = _output(tensor, tensor, checked)
+        return self._finish(self.start_recv(checked.call, flat, source), result, flat)
 
     def barrier(self) -> Handle:
         """Complete when every rank has made this call."""
@@ -188,9 +179,9 @@ class Communicator(ABC):
 
         `detail` is the reduction, the root or the other rank.
         """
-        form = self._form(operation, input, output, None, None, detail)
+        checked = self._checked(operation, input, output, None, None, detail)
         if output is not None and not output.is_contiguous():
-            refuse_expanded(form.call.text, output)
+            refuse_expanded(checked.call.text, output)
 
     def publish(self, part: Tensor, whole: Tensor) -> Handle:
         """Every rank has updated its own slice of `whole`, which is `part`: make all of them visible on every rank.
@@ -199,9 +190,9 @@ class Communicator(ABC):
         may be overwritten when its own rank has made this call. Where `whole` is a `shared_tensor`, slices travel
         between hosts only.
         """
-        form = self._form("publish", part, whole, None, None)
-        result, flat = _output(part, whole, form)
-        return self._finish(self.start_publish(form.call, _flat(part), flat), result, flat)
+        checked = self._checked("publish", part, whole, None, None)
+        result, flat = _output(part, whole, checked)
+        return self._finish(self.start_publish(checked.call, _flat(part), flat), result, flat)
 
     def agree(self, text: str) -> Handle:
         """A barrier that all ranks must enter with the same words: `operation(what, how)`."""
@@ -335,83 +326,30 @@ class Communicator(ABC):
     def _self(self) -> str:
         return f"rank {self.rank} of {self.world} ({self.transport})"
 
-    def _form(
+    def _checked(
         self,
         operation: str,
         input: Tensor,
         output: Tensor | None,
         dtype: torch.dtype | None,
         codec: Codec | None,
-        detail: str | int | tuple[int, int] = "",
-    ) -> Form:
-        """The checked form of a call, remembered: a call that was right once is right again."""
+        detail: Detail = "",
+    ) -> CheckedCall:
+        """Check a call, once: a call that was right before is right again."""
         self.site = call_site(3)
         try:
             there = None if output is None else (output.shape, output.dtype, output.device, output.layout)
             key = (operation, input.shape, input.dtype, input.device, input.layout, there, dtype, codec, detail)
-            form = self._forms.get(key)
+            checked = self._checked_calls.get(key)
         except (AttributeError, TypeError):
             check_kinds(self.rank, operation, input, output)
             raise
-        if form is None:
-            form = self._new_form(operation, input, output, dtype, codec, detail)
-            if len(self._forms) > 4096:
-                self._forms.clear()  # shapes that change with every call must not pile up
-            self._forms[key] = form
-        return form
-
-    def _new_form(
-        self,
-        operation: str,
-        input: Tensor,
-        output: Tensor | None,
-        dtype: torch.dtype | None,
-        codec: Codec | None,
-        detail: str | int | tuple[int, int],
-    ) -> Form:
-        for tensor in (input,) if output is None else (input, output):
-            check_tensor(self.rank, operation, tensor, dry=self.dry)
-        shape, out_dtype = self._out_shape(operation, input), _out_dtype(input, output, dtype)
-        words = [f"codec {codec.name}" if codec else ""]
-        compared = ""
-        if operation in ("reduce_scatter", "all_reduce"):
-            check_reduction(self.rank, operation, str(detail), input.dtype, out_dtype)
-            words.insert(0, str(detail))
-        elif operation == "all_gather":
-            words.insert(0, str(detail))
-        elif operation == "broadcast":
-            self.check_rank(detail, operation, "root")
-            words.insert(0, f"root {detail}")
-        elif operation in ("send", "recv"):
-            peer, tag = detail if isinstance(detail, tuple) else (detail, 0)
-            self.check_rank(peer, operation, "to" if operation == "send" else "source", peer=True)
-            words.append(f"tag {tag}" if tag else "")
-            compared = describe("message", input.dtype, input.shape, words[-1])
-        if not torch.can_cast(input.dtype, out_dtype) or (operation == "all_to_all" and out_dtype != input.dtype):
-            raise ConfigError(f"rank {self.rank}: {operation} of {input.dtype} cannot have an output of {out_dtype}")
-        if out_dtype != input.dtype:
-            words.append(f"out {str(out_dtype).removeprefix('torch.')}")
-        text = describe(operation, input.dtype, input.shape, *words)
-        if output is not None and (output.shape != shape or output.device != input.device):
-            raise ConfigError(
-                f"rank {self.rank}: {text} needs an output of shape {tuple(shape)} on {input.device}, "
-                f"got {tuple(output.shape)} on {output.device}"
-            )
-        return Form(Call(operation, text, compared), shape, out_dtype)
-
-    def _out_shape(self, operation: str, input: Tensor) -> torch.Size:
-        if operation in ("all_gather", "publish"):
-            return torch.Size((self.world * (input.shape[0] if input.dim() else 1), *input.shape[1:]))
-        if operation not in ("reduce_scatter", "all_to_all"):
-            return input.shape
-        if input.dim() == 0 or input.shape[0] % self.world:
-            raise ConfigError(
-                f"rank {self.rank}: {operation} cuts the first dimension into {self.world} equal parts, "
-                f"which shape {tuple(input.shape)} does not allow; pad it to a multiple of {self.world}"
-            )
-        return (
-            input.shape if operation == "all_to_all" else torch.Size((input.shape[0] // self.world, *input.shape[1:]))
-        )
+        if checked is None:
+            checked = check_call(self, operation, input, output, dtype, codec, detail)
+            if len(self._checked_calls) > 4096:
+                self._checked_calls.clear()  # shapes that change with every call must not pile up
+            self._checked_calls[key] = checked
+        return checked
 
     def _put_own(self, source: Tensor, own: Tensor | None) -> None:
         """Copy `own` to where it belongs in `source`, for ways that take it from there."""
@@ -426,13 +364,8 @@ class Communicator(ABC):
         return handle
 
     def check_rank(self, rank: object, operation: str, name: str, peer: bool = False) -> None:
-        """Refuse what is no rank of this communicator."""
-        if not isinstance(rank, int) or not 0 <= rank < self.world:
-            raise ConfigError(
-                f"rank {self.rank}: {operation} got {name}={rank}; write a rank from 0 to {self.world - 1}"
-            )
-        if peer and rank == self.rank:
-            raise ConfigError(f"rank {self.rank}: {operation} got {name}={rank}, which is this rank itself")
+        """Refuse what is not a rank of this communicator, and with `peer` this rank itself."""
+        check_rank(self, rank, operation, name, peer)
 
     def _check_group(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
@@ -454,22 +387,16 @@ def _line(flat: Tensor) -> Tensor:
     return flat.contiguous() if flat.numel() > 1 else flat.as_strided(flat.shape, (1,))
 
 
-def _output(input: Tensor, output: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
+def _output(input: Tensor, output: Tensor | None, checked: CheckedCall) -> tuple[Tensor, Tensor]:
     """The tensor to return and the flat contiguous tensor to write (another one where `output` has gaps)."""
     if output is None:
         output = (
-            input.new_empty(form.shape) if form.dtype == input.dtype else input.new_empty(form.shape, dtype=form.dtype)
+            input.new_empty(checked.shape)
+            if checked.dtype == input.dtype
+            else input.new_empty(checked.shape, dtype=checked.dtype)
         )
     target = output.detach() if output.requires_grad else output
     if target.is_contiguous():
         return output, target if target.stride() == (1,) else _line(target.view(-1))
-    refuse_expanded(form.call.text, target)
-    return output, torch.empty(target.numel(), dtype=form.dtype, device=input.device)
-
-
-def _out_dtype(input: Tensor, output: Tensor | None, dtype: torch.dtype | None) -> torch.dtype:
-    if output is None:
-        return dtype or input.dtype
-    if dtype is not None and dtype != output.dtype:
-        raise ConfigError(f"output has dtype {output.dtype} but dtype={dtype} was asked for; give one of the two")
-    return output.dtype
+    refuse_expanded(checked.call.text, target)
+    return output, torch.empty(target.numel(), dtype=checked.dtype, device=input.device)
