@@ -117,14 +117,14 @@ def test_the_board_knows_who_writes_each_word_and_what_everyone_did():
         for to in range(5):
             assert boards[0].writer(boards[0].sent(r, to)) == r
             assert boards[0].writer(boards[0].taken(r, to)) == to
-    assert boards[1].last_deed(3) == "has made no call yet"
+    assert boards[1].last_activity(3) == "has made no call yet"
     call = calls.Call("all_reduce", "all_reduce(float32[3], sum)")
     with calls.labelled("bucket 7 of the backward pass"):
         boards[3].write_header(9, call, calls.call_site(), (-1, 0), 4)
     boards[3].raise_flag(boards[3].posted[3], progress(9, 1))
-    assert "is in all_reduce(float32[3], sum) at bucket 7 of the backward pass (call 9" in boards[1].last_deed(3)
+    assert "is in all_reduce(float32[3], sum) at bucket 7 of the backward pass (call 9" in boards[1].last_activity(3)
     boards[3].raise_flag(boards[3].done[3], progress(9, 1))
-    assert boards[1].last_deed(3).startswith("last finished")
+    assert boards[1].last_activity(3).startswith("last finished")
     assert boards[1].location(3, 9) == (-1, 0, 4)
     assert boards[0].all_well()
     boards[2].leave_word(State.LEFT, "goodbye")

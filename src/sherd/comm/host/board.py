@@ -148,7 +148,7 @@ class Board:
         """The call that `rank` made as its operation number `operation`, and where."""
         return self.text(self.words[self.header_word(rank, operation) + 1], rank)
 
-    def last_deed(self, rank: int) -> str:
+    def last_activity(self, rank: int) -> str:
         """What `rank` last did, for errors about somebody who is waited for."""
         reached, finished = self.words[self.posted[rank]], self.words[self.done[rank]]
         operation = reached >> CHUNK_BITS

@@ -27,13 +27,23 @@ from sherd.comm.host.operation import Operation, SteppedOperation, Steps
 from sherd.comm.host.remote_reader import RemoteReader
 from sherd.comm.host.scheduler import Scheduler
 from sherd.comm.host.transfer.channel import Channels
+from sherd.comm.host.transfer.results import (
+    concatenate,
+    copy_first,
+    ignoring,
+    keep_target,
+    reduce_whole,
+    reducing,
+    room_in,
+    spreading,
+)
 from sherd.comm.host.transfer.small import Finish, SmallCalls, SmallPlan
 from sherd.comm.host.transfer.staging import SMALL_BYTES, SMALL_CHUNKS, Staging, is_small
-from sherd.comm.host.transfer.streams import Room, Streams, Take
+from sherd.comm.host.transfer.streams import Streams
 from sherd.comm.host.waiting import Waiter
 from sherd.comm.meeting.peers import Peers
 from sherd.comm.solo import SoloCommunicator
-from sherd.comm.summation import combine, cut_for, one_phase
+from sherd.comm.summation import cut_for, one_phase
 from sherd.comm.waiting.progress import take_part
 from sherd.config import CommOptions
 from sherd.errors import CommError
@@ -191,20 +201,20 @@ class HostCommunicator(Communicator):
             self._put_own(source, own)
             own = None
         if codec is None:
-            small = self._start_small(call, source, target, cut, self._all, lambda: self._reduce_whole(op))
+            small = self._start_small(call, source, target, cut, self._all, lambda: reduce_whole(self.tree, op))
             if small is not None:
                 return small
         o = self._new(call)
-        return self._issue(o, self._streams.scatter(o, source, cut, codec, self._reducing(target, op), own=own))
+        return self._issue(o, self._streams.scatter(o, source, cut, codec, reducing(self.tree, target, op), own=own))
 
     def start_all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
         cut = target.numel() // self.world
         self._count(call, (self.world - 1) * wire_bytes(cut, source))
-        small = self._start_small(call, source, target, cut, self._all, lambda: _concatenate)
+        small = self._start_small(call, source, target, cut, self._all, lambda: concatenate)
         if small is not None:
             return small
         o = self._new(call)
-        take, room = _spreading(target, cut), _room(source, target, cut)
+        take, room = spreading(target, cut), room_in(source, target, cut)
         return self._issue(o, self._streams.scatter(o, source, cut, None, take, room=room))
 
     def start_all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
@@ -216,11 +226,11 @@ class HostCommunicator(Communicator):
             return self._issue(o, self._streams.publish(o, source, target[self.rank * cut : (self.rank + 1) * cut]))
         self._count(call, (self.world - 1) * wire_bytes(cut, source, codec))
         if codec is None:
-            small = self._start_small(call, source, target, cut, self._all, lambda: _concatenate)
+            small = self._start_small(call, source, target, cut, self._all, lambda: concatenate)
             if small is not None:
                 return small
         o = self._new(call)
-        take, room = _spreading(target, cut), _room(source, target, cut)
+        take, room = spreading(target, cut), room_in(source, target, cut)
         return self._issue(o, self._streams.gather(o, source, cut, self._all, codec, take, room))
 
     def start_publish(self, call: Call, source: Tensor, target: Tensor) -> Handle:
@@ -234,7 +244,7 @@ class HostCommunicator(Communicator):
     def start_broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
         numel, receives = target.numel(), self.rank != root
         self._count(call, 0 if receives else (self.world - 1) * wire_bytes(numel, target))
-        small = self._start_small(call, target, target, numel, (root,), lambda: _copy if receives else _keep)
+        small = self._start_small(call, target, target, numel, (root,), lambda: copy_first if receives else keep_target)
         if small is not None:
             return small
 
@@ -243,30 +253,32 @@ class HostCommunicator(Communicator):
                 target[start:stop].copy_(parts[0])
 
         o = self._new(call)
-        return self._issue(o, self._streams.gather(o, target, numel, (root,), None, take, _room(target, target, 0)))
+        return self._issue(o, self._streams.gather(o, target, numel, (root,), None, take, room_in(target, target, 0)))
 
     def start_all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
         numel = source.numel()
         if one_phase(numel * source.element_size(), codec):
             self._count(call, (self.world - 1) * wire_bytes(numel, source))
-            small = self._start_small(call, source, target, numel, self._all, lambda: self._reduce_whole(op))
+            small = self._start_small(call, source, target, numel, self._all, lambda: reduce_whole(self.tree, op))
             if small is not None:
                 return small
             o = self._new(call)
-            return self._issue(o, self._streams.gather(o, source, numel, self._all, None, self._reducing(target, op)))
+            return self._issue(
+                o, self._streams.gather(o, source, numel, self._all, None, reducing(self.tree, target, op))
+            )
         cut = cut_for(numel, self.world, codec)
         self._count(call, (self.world - 1) * (wire_bytes(cut, source, codec) + wire_bytes(cut, target, codec)))
         mine = target[self.rank * cut : (self.rank + 1) * cut]
         o = self._new(call)
-        reduce, spread = self._reducing(mine, op), _spreading(target, cut)
+        reduce, spread = reducing(self.tree, mine, op), spreading(target, cut)
         return self._issue(o, self._streams.scatter_gather(o, source, mine, cut, codec, reduce, spread))
 
     def start_barrier(self, call: Call) -> Handle:
         self._count(call, 0)
-        o = self._start_small(call, _EMPTY, _EMPTY, 0, (), lambda: _keep)
+        o = self._start_small(call, _EMPTY, _EMPTY, 0, (), lambda: keep_target)
         if o is None:
             stepped = self._new(call)
-            o = self._issue(stepped, self._streams.gather(stepped, _EMPTY, 0, (), None, _ignoring))
+            o = self._issue(stepped, self._streams.gather(stepped, _EMPTY, 0, (), None, ignoring))
         o.result = _EMPTY
         return o
 
@@ -319,19 +331,6 @@ class HostCommunicator(Communicator):
         self._number += 1
         return self._scheduler.add(o)
 
-    def _reduce_whole(self, op: str) -> Finish:
-        tree = self.tree
-        return lambda parts, target: combine(tree, parts, target, op)
-
-    def _reducing(self, target: Tensor, op: str) -> Take:
-        tree = self.tree
-
-        def take(start: int, stop: int, parts: list[Tensor]) -> None:
-            whole = start == 0 and stop == target.numel()
-            combine(tree, parts, target if whole else target[start:stop], op)
-
-        return take
-
     def naming(self, call: Call, target: Tensor) -> Call:
         """The same call, with the name of the output where ranks share that: they must agree on which."""
         if not self.shares(target):
@@ -344,42 +343,6 @@ class HostCommunicator(Communicator):
             text = f"{call.text} into shared tensor {place[0]} at byte {place[1]}"
             shared = self._shared_calls[call, place] = Call(call.operation, text)
         return shared
-
-
-def _room(source: Tensor, target: Tensor, cut: int) -> Room | None:
-    """The part of rank r may be read straight to r * cut, unless it has to be converted."""
-    if source.dtype != target.dtype:
-        return None
-    return lambda rank, start, stop: target[rank * cut + start : rank * cut + stop]
-
-
-def _spreading(target: Tensor, cut: int) -> Take:
-    """Put the part of rank r at r * cut, unless it is there already."""
-
-    def take(start: int, stop: int, parts: list[Tensor]) -> None:
-        for rank, part in enumerate(parts):
-            place = target[rank * cut + start : rank * cut + stop]
-            numel = place.numel()  # the last ranks' slices of an uneven cut are shorter
-            if numel and place.data_ptr() != part.data_ptr():
-                place.copy_(part[:numel])
-
-    return take
-
-
-def _concatenate(parts: list[Tensor], target: Tensor) -> None:
-    torch.cat(parts, out=target)
-
-
-def _copy(parts: list[Tensor], target: Tensor) -> None:
-    target.copy_(parts[0])
-
-
-def _keep(parts: list[Tensor], target: Tensor) -> None:
-    pass
-
-
-def _ignoring(start: int, stop: int, parts: list[Tensor]) -> None:
-    pass
 
 
 def _leave(pid: int, why: list[BaseException], board: Board, peers: Peers, link: Link) -> None:

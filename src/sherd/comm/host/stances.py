@@ -56,7 +56,7 @@ class Stances:
             raise self._diverged(sorted(ranks), deadlock.sides(ranks, stances, self._names))
 
     def _diverged(self, ranks: Sequence[int], sides: Sequence[str]) -> Diverged:
-        error = faults.in_a_circle(sides, [self._numbers[r] for r in ranks])
+        error = faults.deadlocked(sides, [self._numbers[r] for r in ranks])
         self._board.leave_word(State.DIVERGED, str(error))
         faults.emit_fault(error)
         return error

@@ -138,14 +138,14 @@ class Waiter:
             failures = {r: said for r, said in self._board.failures().items() if r != self._board.rank}
             silent = [r for r in silent if r not in failures]
         if silent:
-            ends = [self._deed_of(r, self._peers.how_it_ended(r)) for r in silent]
+            ends = [self._activity_of(r, self._peers.how_it_ended(r)) for r in silent]
             return self._report(State.LOST_PEER, faults.lost(ends, self._mine(), [self._numbers[r] for r in silent]))
         for rank, (state, text) in failures.items():
             if state == State.LEFT and (rank in missing or text):
-                end = self._deed_of(rank, f"left after {text}" if text else "left")
+                end = self._activity_of(rank, f"left after {text}" if text else "left")
                 return self._report(State.LOST_PEER, faults.lost([end], self._mine(), (self._numbers[rank],)))
             if state == State.FAILED:
-                end = self._deed_of(rank, f"failed with {text}")
+                end = self._activity_of(rank, f"failed with {text}")
                 return self._report(State.LOST_PEER, faults.lost([end], self._mine(), (self._numbers[rank],)))
             if state == State.DIVERGED:
                 return Diverged(text, (self._numbers[rank],))
@@ -157,14 +157,14 @@ class Waiter:
 
     def _timed_out(self, missing: Sequence[int], seconds: float) -> CommError:
         late = [self._names[r] for r in missing]
-        deeds = [f"{name} {self._board.last_deed(r)}" for r, name in enumerate(self._names)]
+        deeds = [f"{name} {self._board.last_activity(r)}" for r, name in enumerate(self._names)]
         return self._report(
             State.TIMED_OUT, faults.timed_out(late, seconds, deeds, [self._numbers[r] for r in missing])
         )
 
     def _warn(self, missing: Sequence[int], seconds: float) -> None:
-        late = {self._numbers[r]: self._deed_of(r) for r in missing}
-        call = self._board.last_deed(self._board.rank)
+        late = {self._numbers[r]: self._activity_of(r) for r in missing}
+        call = self._board.last_activity(self._board.rank)
         faults.warn_late(self._names[self._board.rank], late, seconds, call, limit(self._options.timeout))
 
     def _report(self, state: State, error: CommError) -> CommError:
@@ -173,10 +173,10 @@ class Waiter:
         faults.emit_fault(error)
         return error
 
-    def _deed_of(self, rank: int, end: str = "") -> str:
+    def _activity_of(self, rank: int, end: str = "") -> str:
         name = f"{self._names[rank]} {end}" if end else self._names[rank]
-        return f"{name}; it {self._board.last_deed(rank)}"
+        return f"{name}; it {self._board.last_activity(rank)}"
 
     def _mine(self) -> str:
         me = self._board.rank
-        return f"{self._names[me]} {self._board.last_deed(me)}"
+        return f"{self._names[me]} {self._board.last_activity(me)}"

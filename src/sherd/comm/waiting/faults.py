@@ -34,7 +34,7 @@ def diverged(number: int, sides: Sequence[str], ranks: Sequence[int]) -> Diverge
     return Diverged(_begun(alone, f"Here {words}") if alone else words, tuple(ranks))
 
 
-def in_a_circle(sides: Sequence[str], ranks: Sequence[int]) -> Diverged:
+def deadlocked(sides: Sequence[str], ranks: Sequence[int]) -> Diverged:
     """`sides` say who waits for whom, in which call, and where."""
     words = f"ranks wait for each other in vain: {_plain('; '.join(sides))}. All ranks must make the same calls in the "
     words += "same order; a recv needs a send on the other rank, and a send needs a recv, before both wait elsewhere."
