@@ -43,7 +43,7 @@ def test_what_others_wrote_is_not_read():
     store.set("key", "value")
     for wrong in (b"", b"value", plain.get("key")[:-1], SEAL.sealed("key", b"value")):
         plain.set("key", wrong)
-        with pytest.raises(CommError, match=r"'key' in the store .* somebody else"):
+        with pytest.raises(CommError, match=r"'key' in the store .* someone else"):
             store.get("key")
     store.set("key", "value")
     plain.set("another", plain.get("key"))
@@ -81,4 +81,4 @@ def test_gloo_meets_over_it(ranks):
 @pytest.mark.parametrize("forged", ["", "short", "x" * 170])
 def test_a_forged_address_is_an_error_not_a_crash(ranks, forged):
     first, second = ranks(2).run(sums_over_gloo, forged)
-    assert isinstance(first, str) and "written by somebody else" in second
+    assert isinstance(first, str) and "written by someone else" in second

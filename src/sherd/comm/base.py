@@ -1,12 +1,12 @@
 """The communicator: the one seam between sherd and every transport.
 
 Every operation returns a `Handle` at once; what a rank contributes is on its way when the call returns, and the result
-is complete when `handle.wait()` does. The tensors of a call must be left alone until then.
+is complete when `handle.wait()` returns. Do not touch the tensors of a call until then.
 
     total = comm.all_reduce(gradient).wait()
 
-A transport implements the underscored methods on flat contiguous tensors. This class checks arguments, describes the
-call (see `calls`), shapes the results and counts; checked calls are remembered, so a repeated call pays one look-up.
+A transport implements the `start_` methods on flat contiguous tensors. This class checks the arguments, describes the
+call (see `calls`) and shapes the results; checked calls are remembered, so a repeated call costs one look-up.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Backing(NamedTuple):
 
 
 class Communicator(ABC):
-    """A group of ranks that can talk. `rank` and `world` number its members from 0.
+    """A group of ranks that communicate. `rank` and `world` number its members from 0.
 
-    One thread at a time may use it, and the same one throughout, unless they take turns (`lock`). Input and output of a
-    call must be the same tensor, where that is allowed, or not overlap.
+    Only one thread may use it, unless several threads hold its `lock` in turn. Input and output of a call must be the
+    same tensor, where that is allowed, or not overlap.
     """
 
     #: The transport's name, as in `CommOptions.transport`.
@@ -58,7 +58,7 @@ class Communicator(ABC):
     shares_memory: bool = False
     #: Whether what arrives can only come from this user's own processes, so that a pickle needs no `seal`.
     trusts_memory: bool = False
-    #: Whether there is nobody to talk to and no value to talk about: tensors may be on the meta device.
+    #: Whether nothing is communicated and values do not matter: tensors may be on the meta device.
     dry: bool = False
 
     def __init__(self, rank: int, world: int, options: CommOptions) -> None:
@@ -70,13 +70,13 @@ class Communicator(ABC):
         #: The ranks of each host, where that is known; else all on one.
         self.hosts: Sequence[Sequence[int]] = [list(range(world))]
         self.closed = False
-        #: What the ranks know each other's pickles by, where others could send some too; None: they send none.
+        #: What proves that a pickle comes from one of these ranks; None where none is needed, or pickles are not sent.
         self.seal: Seal | None = None
-        #: For those who let several threads use it: to be held for each call and each wait. See `use_here`.
+        #: To be held for each call and each wait by whoever lets several threads use it. See `use_here`.
         self.lock = threading.RLock()
         self._checked_calls: dict[tuple[object, ...], CheckedCall] = {}
         self._agreed: dict[str, Call] = {}
-        self.site: Site = (0, 0)  # where the call that is being made was made
+        self.site: Site = (0, 0)  # of the call that is being made
         self._objects = 0  # calls that sent objects
         closing.opened(self)
 
@@ -94,8 +94,8 @@ class Communicator(ABC):
     ) -> Handle:
         """Reduce over ranks and keep this rank's slice: the first dimension of `input` is cut into `world` parts.
 
-        With `own`, that is this rank's contribution to its own slice, and what `input` has there is scratch: it pool
-        copying what no other rank reads.
+        With `own`, this rank's contribution to its own slice is taken from there, and that part of `input` is scratch:
+        it saves copying what no other rank reads.
         """
         checked = self._checked("reduce_scatter", input, output, dtype, codec, op)
         result, flat = _output(input, output, checked)
@@ -116,7 +116,7 @@ class Communicator(ABC):
     ) -> Handle:
         """Concatenate every rank's `input` along the first dimension, in rank order, on every rank.
 
-        `what` says what is gathered, where ranks might gather different things of one shape: it is compared too.
+        `what` names what is gathered, where ranks might gather different things of the same shape: it is compared too.
         """
         checked = self._checked("all_gather", input, output, dtype, codec, what)
         result, flat = _output(input, output, checked)
@@ -145,7 +145,7 @@ class Communicator(ABC):
         return self._finish(self.start_broadcast(checked.call, flat, root), result, flat)
 
     def all_to_all(self, input: Tensor, output: Tensor | None = None) -> Handle:
-        """Send the i-th part of `input` (cut along its first dimension) to rank i and take one from each, in order."""
+        """Send the i-th part of `input` (cut along its first dimension) to rank i, and receive one part from each."""
         checked = self._checked("all_to_all", input, output, None, None)
         result, flat = _output(input, output, checked)
         if flat.numel() and flat.data_ptr() == input.data_ptr():
@@ -154,7 +154,7 @@ class Communicator(ABC):
         return self._finish(self.start_all_to_all(checked.call, _flat(input), flat), result, flat)
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Handle:
-        """Send to one rank. Complete when `tensor` may be reused, which can be before it was received.
+        """Send to one rank. Complete when `tensor` may be reused, which can be before it is received.
 
         Messages are not matched by `tag`: it is compared, as the shape is.
         """
@@ -175,7 +175,7 @@ class Communicator(ABC):
         return self.start_barrier(_BARRIER)
 
     def check(self, operation: str, input: Tensor, output: Tensor | None = None, detail: str | int = "") -> None:
-        """Refuse a call that cannot be right; nothing is sent. For those who make several calls as one.
+        """Refuse a call that cannot be right; nothing is sent. For callers that make several calls as one.
 
         `detail` is the reduction, the root or the other rank.
         """
@@ -186,8 +186,8 @@ class Communicator(ABC):
     def publish(self, part: Tensor, whole: Tensor) -> Handle:
         """Every rank has updated its own slice of `whole`, which is `part`: make all of them visible on every rank.
 
-        The first dimension of `whole` is cut into `world` slices. Nobody may still read what they held before: a slice
-        may be overwritten when its own rank has made this call. Where `whole` is a `shared_tensor`, slices travel
+        The first dimension of `whole` is cut into `world` slices. No rank may still read their old values: a slice may
+        be overwritten as soon as its own rank has made this call. Where `whole` is a `shared_tensor`, slices travel
         between hosts only.
         """
         checked = self._checked("publish", part, whole, None, None)
@@ -195,7 +195,7 @@ class Communicator(ABC):
         return self._finish(self.start_publish(checked.call, _flat(part), flat), result, flat)
 
     def agree(self, text: str) -> Handle:
-        """A barrier that all ranks must enter with the same words: `operation(what, how)`."""
+        """A barrier that all ranks must enter with the same text: `operation(what, how)`."""
         self.site = call_site()
         call = self._agreed.get(text)
         if call is None:
@@ -206,8 +206,8 @@ class Communicator(ABC):
 
     # ---------------------------------------------------------------- small Python objects
 
-    # Plain data (see `plain`) and, among ranks that share memory or a token, whatever pickles. What cannot be sent is a
-    # `ConfigError` on every rank, and the communicator can still be used.
+    # Plain data (see `plain`) and, among ranks that share memory or a token, anything that can be pickled. What cannot
+    # be sent raises a `ConfigError` on every rank, and the communicator can still be used.
 
     def all_gather_object(self, obj: Any, what: str = "") -> list[Any]:
         """Every rank's small object, in rank order. `what` is compared, as in `all_gather`."""
@@ -240,18 +240,18 @@ class Communicator(ABC):
     # ---------------------------------------------------------------- memory shared by the ranks of a host
 
     def shared_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """One zeroed allocation that all ranks of this host map: what one writes, the others see after a barrier.
+        """One zeroed allocation mapped by all ranks of this host: what one writes, the others see after a barrier.
 
         Collective.
         """
         raise Unsupported(f"{self._self()} does not share memory between ranks; check `comm.shares_memory` first")
 
     def backing(self, tensor: Tensor) -> Backing | None:
-        """Where a `shared_tensor` is mapped from, so that it can be mapped once more; None if no other rank maps it."""
+        """Where a `shared_tensor` is mapped from, so that it can be mapped again; None if no other rank maps it."""
         return None
 
     def shared_buffers(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """One zeroed buffer per rank of `host`, all of them visible to all of those. Collective.
+        """One zeroed buffer per rank of `host`, each visible to all of these ranks. Collective.
 
         An operation whose input lies in this rank's buffer is read in place by the others: nothing is copied in.
         """
@@ -266,7 +266,7 @@ class Communicator(ABC):
 
     @property
     def ranks_per_host(self) -> int | None:
-        """Where all hosts have as many, with consecutive numbers; None where they do not, or nobody knows."""
+        """The same for every host, with consecutive numbers; None where hosts differ, or it is not known."""
         return self.host.world
 
     @abstractmethod
@@ -274,10 +274,10 @@ class Communicator(ABC):
         """A communicator among `ranks`, None on ranks outside it. All ranks of this communicator must call it."""
 
     def use_here(self) -> None:  # noqa: B027 - alone, nothing is ever under way
-        """Another thread than the last one goes on: its waits take part too. It must have the `lock`."""
+        """Calls now come from this thread, whose waits then move operations on. It must hold the `lock`."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave. Others that still need this rank get an error that says so, and why. Safe to call twice."""
+        """Leave. Ranks that still need this one get an error that says so, and why. Safe to call twice."""
         self.closed = True
         self._close(error)
 
@@ -290,7 +290,7 @@ class Communicator(ABC):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close(error)
 
-    # ---------------------------------------------------------------- for transports
+    # ---------------------------------------------------------------- implemented by transports, on flat tensors
 
     @abstractmethod
     def start_reduce_scatter(
@@ -352,7 +352,7 @@ class Communicator(ABC):
         return checked
 
     def _put_own(self, source: Tensor, own: Tensor | None) -> None:
-        """Copy `own` to where it belongs in `source`, for ways that take it from there."""
+        """Copy `own` to where it belongs in `source`, for transports that read it there."""
         if own is not None:
             source.view(self.world, -1)[self.rank].copy_(own)
 
@@ -381,7 +381,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _line(flat: Tensor) -> Tensor:
-    """The same elements one after the other. One alone may have any stride, and be no row of bytes to torch."""
+    """The same elements, contiguous. A single one may have any stride, which torch would not view as bytes."""
     if flat.stride() == (1,):
         return flat
     return flat.contiguous() if flat.numel() > 1 else flat.as_strided(flat.shape, (1,))

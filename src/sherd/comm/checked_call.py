@@ -112,20 +112,20 @@ def _out_dtype(input: Tensor, output: Tensor | None, dtype: torch.dtype | None) 
 
 
 def check_kinds(rank: int, operation: str, input: object, output: object) -> None:
-    """Refuse what is no tensor; an output may be missing."""
+    """Refuse what is not a tensor; the output may be missing."""
     for thing in (input, *(() if output is None else (output,))):
         if not isinstance(thing, Tensor):
             raise ConfigError(f"rank {rank}: {operation} takes tensors, got {thing!r}")
 
 
 def check_tensor(rank: int, operation: str, tensor: Tensor, dry: bool) -> None:
-    """Refuse a tensor whose elements cannot be moved. In a `dry` run there are none."""
+    """Refuse a tensor whose elements cannot be moved. In a `dry` run none are."""
     if tensor.layout is not torch.strided:
         what, fix = f"a sparse tensor ({tensor.layout})", "write x.to_dense()"
     elif tensor.is_meta and not dry:
         what, fix = "a tensor on the meta device, which has no values", "put it on a device that has memory"
     elif tensor.is_quantized:
-        what, fix = f"a quantised tensor ({tensor.dtype})", "send x.int_repr(), and its scale beside it"
+        what, fix = f"a quantised tensor ({tensor.dtype})", "send x.int_repr(), and its scale separately"
     elif not _can_copy(tensor.dtype):
         what, fix = f"a tensor of {tensor.dtype}, which torch itself cannot copy", "write x.view(torch.uint8)"
     else:
@@ -134,17 +134,17 @@ def check_tensor(rank: int, operation: str, tensor: Tensor, dry: bool) -> None:
 
 
 def refuse_expanded(call: str, output: Tensor) -> None:
-    """Refuse an output that torch could not copy the result into at the end."""
+    """Refuse an output that torch could not copy the result into."""
     if any(size > 1 and not stride for size, stride in zip(output.shape, output.stride(), strict=True)):
         raise ConfigError(
-            f"the result of {call} cannot be written into an expanded tensor, several of whose elements are one; write "
+            f"the result of {call} cannot be written into an expanded tensor, whose elements share memory; write "
             f"x.contiguous()"
         )
 
 
 @cache
 def _can_copy(dtype: torch.dtype) -> bool:
-    """There are dtypes that are little more than a name."""
+    """Some dtypes are little more than a name."""
     try:
         zeros = torch.zeros(2 * dtype.itemsize, dtype=torch.uint8).view(dtype)
         torch.empty_like(zeros).copy_(zeros)

@@ -1,4 +1,4 @@
-"""A world of one: the same interface, nobody to talk to."""
+"""A world of one: the same interface, no communication."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class SoloCommunicator(Communicator):
 
 
 def _through(codec: Codec | None, source: Tensor) -> Tensor:
-    """What the others would see of `source`."""
+    """What other ranks would receive of `source`."""
     if codec is None:
         return source
     wire = torch.empty(codec.wire_bytes(source.numel()), dtype=torch.uint8, device=source.device)

@@ -1,6 +1,6 @@
 """A process group of torch.distributed over a communicator.
 
-The names of the methods are torch's. C++ calls those that its trampolines know; the others are found by Python.
+The names of the methods are torch's. C++ calls those that its trampolines know; torch's Python code calls the others.
 """
 
 # Torch declares overloads that its own functions do not use.
@@ -29,7 +29,7 @@ _DEFAULT = AllreduceOptions()
 
 
 class Group(dist.ProcessGroup):
-    """Ranks of torch.distributed that talk over sherd's transports."""
+    """Ranks of torch.distributed that communicate over sherd's transports."""
 
     def __init__(self, store: Store, communicator: Communicator) -> None:
         # Torch's other constructor, with a store, makes groups that C++ does not call back.
@@ -181,7 +181,9 @@ class Group(dist.ProcessGroup):
             return self._pending([comm.recv(t, source, tag) for t in tensors], tensors)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> dist.Work:
-        raise Unsupported(f'rank {self.rank()}: the backend "sherd" receives from a rank; write recv(tensor, src=...)')
+        raise Unsupported(
+            f'rank {self.rank()}: the backend "sherd" cannot receive from any source; write recv(tensor, src=...)'
+        )
 
     def barrier(self, opts: Any = None) -> dist.Work:
         with self._locked as comm:

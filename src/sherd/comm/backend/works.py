@@ -1,8 +1,8 @@
 """What a call of the backend returns to torch.
 
-Nothing runs in the background: an operation is completed by the thread that waits for it. So an error comes out of
-`wait()`, where torch hands it on to the training loop as it is. It must never be put into a future: torch's functions
-drop it there, and its DDP takes it for a tensor.
+Nothing runs in the background: an operation is completed by the thread that waits for it. So an error is raised by
+`wait()`, from where torch passes it on to the training loop as it is. It must never be put into a future: torch's
+functions lose it there, and its DDP takes it for a tensor.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _LOOK_EVERY = 0.0005
 
 
 class Locked:
-    """`with locked as communicator`: one thread at a time. Torch promises no more than that the ranks' calls have one
-    order; a checkpoint, for one, may be saved by a thread of its own."""
+    """`with locked as communicator`: one thread at a time. Torch only promises that all ranks make their calls in the
+    same order; a checkpoint, for one, may be saved by a thread of its own."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -98,7 +98,7 @@ class Pending(dist.Work):
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A completed one: nobody could complete it later, as it is waited for outside of Python."""
+        """A completed future: it could not be completed later, as torch waits for it outside Python."""
         self.wait()
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result(self._outputs)

@@ -2,10 +2,10 @@
 
 Data moves as bytes with the backend's all-to-all, all-gather and broadcast; sums are taken here, in the order of the
 tree. On gloo that is also faster than its own reduce-scatter, which is an all-reduce and sends twice what is needed.
-With `order="transport"` the backend reduces in whatever order it likes, where it can.
+With `order="transport"` the backend reduces in its own order, where it can.
 
-Before each operation the ranks exchange a small fingerprint, because backends answer calls that do not match with
-garbage, a hang or a crash. `check=False` pool that message.
+Before each operation the ranks exchange a small fingerprint, because with calls that do not match, backends return
+garbage, hang or crash. `check=False` saves that message.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ HEADER_BYTES = _HEADER.size
 
 
 def backend_limit(options: CommOptions) -> timedelta:
-    """For the backend's own connecting: after ours, because ours names the rank that is missing."""
+    """For the backend's own connecting: longer than ours, which names the rank that is missing."""
     return timedelta(seconds=2 * options.timeout)
 
 
 class C10dCommunicator(Communicator):
-    """Ranks of a process group. Takes a group for itself: nobody else should use `group` meanwhile."""
+    """Ranks of a process group. Nothing else should use `group` at the same time."""
 
     transport = "c10d"
 
@@ -76,7 +76,7 @@ class C10dCommunicator(Communicator):
         self._number = 0
         self._alone = SoloCommunicator(self.options)
         self._broken: str | None = None
-        self._untold: CommError | None = None  # what broke it, while no call of this rank has raised it
+        self._untold: CommError | None = None  # the failure, until a call of this rank has raised it
         self._in_exchanges: C10dHandle | None = None
         self._lanes: dict[tuple[str, int], Lane] = {}
         self._messages: dict[str, dict[int, int]] = {"send": {}, "recv": {}}  # how many, by peer
@@ -87,7 +87,7 @@ class C10dCommunicator(Communicator):
         place, seal = PrefixStore("sherd", wire.store), (wire.seal or Seal(b"")).derived("watchdog")
         self._watchdog = Watchdog(place, seal, self.rank, self.names, peers, self.options, guard)
         take_part(self)
-        # Called by close(), or when nobody holds this communicator any more, or at the end of the process.
+        # Called by close(), when nothing refers to this communicator any more, or at the end of the process.
         self._leave = weakref.finalize(self, _leave, os.getpid(), self._watchdog, self._lanes, wire)
 
     # ---------------------------------------------------------------- groups and life
@@ -144,13 +144,13 @@ class C10dCommunicator(Communicator):
         self._watchdog.use_here()
 
     def fail(self, error: CommError) -> None:
-        """Give up because of what happened elsewhere, and tell the other ranks."""
+        """Give up because of a failure elsewhere, and tell the other ranks."""
         if self._broken is None:
             self._break(str(error))
             self._watchdog.report(error)
 
     def _break(self, why: str, untold: CommError | None = None) -> None:
-        """Whatever is under way will not get through."""
+        """What is under way will not get through."""
         self._untold, self._broken = untold, why
         self._wire.fail()
 
@@ -165,7 +165,7 @@ class C10dCommunicator(Communicator):
         self._lanes.clear()
 
     def move_all(self) -> int:
-        """Move on what takes several exchanges, without waiting; the number of operations that need it."""
+        """Move on the operation that takes several exchanges, without waiting; how many such there are."""
         return 0 if self._in_exchanges is None or self._in_exchanges.done() else 1
 
     # ---------------------------------------------------------------- operations
@@ -251,8 +251,8 @@ class C10dCommunicator(Communicator):
     # ---------------------------------------------------------------- checking and waiting
 
     def _issue(self, call: Call, payload: int, steps: Callable[[], Steps], exchanges: int = 1) -> C10dHandle:
-        """Start an operation. One that takes several exchanges must be through before the next is started: ranks that
-        wait in different orders would exchange the wrong ones."""
+        """Start an operation. One that takes several exchanges must be complete before the next is started: ranks that
+        wait in different orders would mix them up."""
         self._check_usable()
         if self._in_exchanges is not None:
             self._in_exchanges.complete()
@@ -289,7 +289,7 @@ class C10dCommunicator(Communicator):
         return message
 
     def stance(self, kind: str, count: int, text: str, peer: int = -1) -> Stance:
-        """This rank waits for its `count`-th call of a kind; in a collective, for all ranks to come to it."""
+        """This rank waits in its `count`-th call of a kind; in a collective, for all ranks to reach it."""
         sends, recvs = dict(self._messages["send"]), dict(self._messages["recv"])
         return Stance(kind, peer, count, text, self._number, sends, recvs)
 
@@ -348,7 +348,7 @@ class C10dCommunicator(Communicator):
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
-        """What goes wrong between ranks leaves them in different places: the communicator is of no more use."""
+        """A failure leaves ranks out of sync, so this communicator can no longer be used."""
         try:
             yield
         except CodecFailed as error:
@@ -373,7 +373,7 @@ class C10dCommunicator(Communicator):
 
 
 def _leave(pid: int, watchdog: Watchdog, lanes: dict[tuple[str, int], Lane], wire: Wire) -> None:
-    """Say goodbye and let everything go. A forked child, such as a worker of a DataLoader, has nothing to let go."""
+    """Say goodbye and release everything. A forked child, such as a DataLoader worker, has nothing to release."""
     if os.getpid() == pid:
         close_lanes(list(lanes.values()), 0.0 if wire.faulty else LINGER, wire.break_off, COME_BACK)
         watchdog.close()

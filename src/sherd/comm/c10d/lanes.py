@@ -1,6 +1,6 @@
 """Sends and receives over a process group.
 
-The backend moves a large message only while both ends wait for it, and knows a finished one only by waiting. So each
+The backend moves a large message only while both ends wait for it, and only a wait shows that one is complete. So each
 direction to each peer is a *lane* with a thread of its own: its messages go through in order, and two ranks may send to
 each other before either receives.
 """
@@ -29,7 +29,7 @@ class Waitable(Protocol):
 
 
 class LaneOperation(Handle):
-    """A send or receive on its lane. `watch` waits for it with an eye on the peers."""
+    """An operation on a lane, such as a send or receive. `watch` waits for it and watches the peers."""
 
     __slots__ = ("_failure", "_finished", "_first", "_steps", "_watch", "error", "over")
 
@@ -42,16 +42,16 @@ class LaneOperation(Handle):
         self.over = threading.Event()
         self._first: Waitable | None = None
         self.error: BaseException | None = None
-        self._failure: str | None = None  # what it said, once somebody was told
+        self._failure: str | None = None  # its text, once it was raised
         self.result = None
 
     def start(self) -> None:
-        """Go as far as there is nothing to wait for, before the message is put on its lane."""
+        """Go as far as possible without waiting, before the operation is put on its lane."""
         with self._failing():
             self._first = next(self._steps, None)
 
     def run(self) -> None:
-        """The rest of it, on the lane's thread, which then has to say that it is `over`."""
+        """The rest of it, on the lane's thread, which then sets `over`."""
         first, self._first = self._first, None
         with self._failing():
             if first is not None:
@@ -61,11 +61,11 @@ class LaneOperation(Handle):
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Whatever it is, it belongs to the rank that waits."""
+        """Keep any error for the rank that waits."""
         try:
             yield
         except BaseException as error:
-            self.error = error.with_traceback(None)  # which would hold the backend's work
+            self.error = error.with_traceback(None)  # which would keep the backend's work alive
 
     def wait(self) -> Tensor:
         self._watch(self._attempt)
@@ -82,7 +82,7 @@ class LaneOperation(Handle):
             raise CommClosed(self._failure)
         if over and self.error is not None:
             error, self.error = self.error, None
-            self._failure = f"this message has failed before: {error}"
+            self._failure = f"this message has failed already: {error}"
             try:
                 raise error
             finally:
@@ -91,21 +91,21 @@ class LaneOperation(Handle):
 
 
 class Lane:
-    """Messages in one direction between this rank and a peer."""
+    """Operations that go through one after another, such as the messages from this rank to a peer."""
 
     def __init__(self, name: str) -> None:
-        messages: queue.SimpleQueue[LaneOperation | None] = queue.SimpleQueue()
-        self.add = messages.put
-        self.close = weakref.finalize(self, messages.put, None)  # once what is on it is through
+        operations: queue.SimpleQueue[LaneOperation | None] = queue.SimpleQueue()
+        self.add = operations.put
+        self.close = weakref.finalize(self, operations.put, None)  # once the operations on it are complete
         self.ended = threading.Event()
-        # A daemon: a message that never comes must not keep a process from ending.
-        self.thread = threading.Thread(target=_run, args=(messages, self.ended), name=name, daemon=True)
+        # A daemon: a message that never arrives must not keep a process from ending.
+        self.thread = threading.Thread(target=_run, args=(operations, self.ended), name=name, daemon=True)
         self.thread.start()
 
 
 def close_lanes(lanes: Sequence[Lane], seconds: float, break_off: Callable[[], None], at_most: float) -> None:
-    """Let what is on the lanes get through, for some seconds; then `break_off` wakes what is left of it, `at_most` so
-    long."""
+    """Give the operations on the lanes some `seconds` to complete; then `break_off` wakes those that are left, which
+    have `at_most` seconds to end."""
     for lane in lanes:
         lane.close()
     if not _have_ended(lanes, seconds):
@@ -115,13 +115,13 @@ def close_lanes(lanes: Sequence[Lane], seconds: float, break_off: Callable[[], N
 
 def _have_ended(lanes: Sequence[Lane], seconds: float) -> bool:
     deadline = time.monotonic() + seconds
-    others = [lane for lane in lanes if lane.thread is not threading.current_thread()]  # which may hold the last of it
+    others = [lane for lane in lanes if lane.thread is not threading.current_thread()]  # which may run this
     return all(lane.ended.wait(max(deadline - time.monotonic(), 0)) for lane in others)
 
 
-def _run(messages: queue.SimpleQueue[LaneOperation | None], ended: threading.Event) -> None:
-    while (message := messages.get()) is not None:
-        with inside_the_backend(message.over):
-            message.run()
-            del message  # first: once its rank hears of it, nobody but that holds what it holds
+def _run(operations: queue.SimpleQueue[LaneOperation | None], ended: threading.Event) -> None:
+    while (operation := operations.get()) is not None:
+        with inside_the_backend(operation.over):
+            operation.run()
+            del operation  # before its rank is told, which must then hold the only reference
     ended.set()

@@ -1,12 +1,12 @@
 """How slices cross the network: messages between the ranks of a column, waited for on a thread of their own.
 
-Messages to single peers and not the backend's collectives: what arrives goes straight to its place, nothing is copied
-for the rank itself, and a connection that breaks says to whom. The generators here are started when an operation is
-ready to cross, so that its first messages are posted behind those of earlier ones and the network is never idle; what
-is left of them runs on the column's lane, so that an exchange goes on while the rank computes.
+Messages to single peers instead of the backend's collectives: data arrives straight where it belongs, a rank copies
+nothing for itself, and a broken connection names the peer. The generators here are started when an operation is ready
+to cross, so that its first messages are queued behind those of earlier ones and the network is never idle; the rest of
+them runs on the column's lane, so that an exchange goes on while the rank computes.
 
-The messages of an operation have a *tag* of their own, made of its number and its fingerprint. Two ranks that make
-different calls hence never get each other's data, and find out by their headers.
+The messages of an operation have *tags* of their own, made of its number and its fingerprint. So two ranks that make
+different calls never get each other's data, and their headers show the difference.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sherd.errors import CommError
 from sherd.layout.tree import SummationTree
 
 TAGS = 2
-"""How many an operation has: the pieces of a large exchange take turns."""
+"""How many an operation has: the pieces of a large exchange alternate."""
 
 
 class Message:
@@ -72,12 +72,12 @@ class Column:
         return list(self.waited_for)
 
     def fail(self, error: CommError) -> None:
-        """Nothing that is under way gets through any more."""
+        """What is under way will not get through."""
         self.wire.fail()
 
 
 class Across:
-    """One operation's way across: its messages, which have tags from `tag` to `tag + TAGS - 1`."""
+    """The messages of one operation, with tags from `tag` to `tag + TAGS - 1`."""
 
     def __init__(self, column: Column, tag: int) -> None:
         self._column = column
@@ -86,11 +86,11 @@ class Across:
         self._others, self._tree = column.others, column.tree
 
     def swap(self, give: Sequence[Tensor], take: Sequence[Tensor]) -> Steps:
-        """Give host h `give[h]` and take `take[h]` from it, for all other hosts."""
+        """Send `give[h]` to host h and receive `take[h]` from it, for all other hosts."""
         yield from self._start(give, take)
 
     def reduce(self, sums: Tensor, target: Tensor, op: str, count: int) -> Steps:
-        """Row h of `sums` is this host's part of the slice of host h: reduce all hosts' parts of this one's slice."""
+        """Row h of `sums` is this host's part of host h's slice: reduce all hosts' parts of this host's own slice."""
         numel = target.numel()
         width = max(EXCHANGE_BYTES // (len(self._others) * sums.element_size()), 1)
         pieces, longest = 2 if numel > width else 1, min(width, numel)
@@ -118,7 +118,7 @@ class Across:
         combine(self._tree, rows, target, op, count)
 
     def gather(self, source: Tensor, places: Sequence[Tensor], codec: Codec | None) -> Steps:
-        """Every host's `source`, each into its place."""
+        """Every host's `source`, each into its row of `places`."""
         if codec is None and source.dtype == places[0].dtype:
             if places[self.mine].data_ptr() != source.data_ptr():
                 places[self.mine].copy_(source)
@@ -131,7 +131,7 @@ class Across:
         rows = [wire if h == self.mine else torch.empty_like(wire) for h in range(self.hosts)]
         yield from self.swap([wire] * self.hosts, rows)
         for place, row in zip(places, rows, strict=True):
-            # As on every transport, what arrives has the dtype of what was given before it is cast to the output's.
+            # As on every transport, data arrives in the dtype of the input and is then cast to that of the output.
             place.copy_(decoded(codec, row, source.numel(), source.dtype) if codec else row.view(source.dtype))
 
     def spread(self, tensor: Tensor, root: int) -> Steps:

@@ -1,4 +1,4 @@
-"""Buffers that are used again: touching new pages costs as much as sending what they hold."""
+"""Buffers that are reused: touching new pages costs as much as sending what they hold."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 KEPT = 16  # two for each reduction: a host's sums, and those of the others
-LARGE_ENOUGH = 1 << 16  # bytes; the allocator itself keeps what is smaller
+LARGE_ENOUGH = 1 << 16  # bytes; the allocator itself reuses smaller ones
 
 
 class BufferPool:
-    """The last few buffers that were given back, by a rank or by its lane."""
+    """The last few buffers that a rank or its lane gave back."""
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
         self._lock = threading.Lock()
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor with anything in it."""
+        """A flat tensor, not initialised."""
         nbytes = numel * dtype.itemsize
         with self._lock:
             for index, kept in enumerate(self._kept):

@@ -1,7 +1,7 @@
 """The operations of the cluster transport.
 
-A sum is taken inside the hosts first, and what crosses the network is a host's partial sum: the summation tree with
-groups of one host each, hence the same bits as any other transport with that tree. A codec is for the contributions,
+Sums are taken inside the hosts first, and the partial sum of each host crosses the network: that is the summation tree
+with one group per host, so the bits are those of any other transport with that tree. A codec applies to contributions,
 inside the host; partial sums cross as they are, as they would otherwise be rounded twice.
 """
 
@@ -43,9 +43,9 @@ During = Callable[[Callable[[], Wire]], Wire]
 class ClusterCommunicator(Communicator):
     """Ranks of several hosts of equal size. Build it with `sherd.comm.connect`.
 
-    `flat` reaches every rank over the network: single messages and news of faults go that way. `inside` and `again` are
-    two communicators among the ranks of this host, for what comes before and what comes after the network; `column`
-    joins the ranks with this one's number on the other hosts.
+    `flat` joins all ranks over the network, for single messages and reports of faults. `inside` and `again` are two
+    communicators among the ranks of this host, for what comes before the network and what comes after it; `column`
+    joins this rank with those of the same number on the other hosts.
     """
 
     transport = "cluster"
@@ -66,7 +66,7 @@ class ClusterCommunicator(Communicator):
         self._failure_state = FailureState([flat, *hosts, self._column])
         self._pipeline = Pipeline(self._failure_state, self.lock)
         self._number = 0
-        # Called by close(), or when nobody holds this communicator any more, or at the end of the process.
+        # Called by close(), when nothing refers to this communicator any more, or at the end of the process.
         self._leave = weakref.finalize(self, _leave, os.getpid(), self._crossing.lane, column)
 
     @classmethod
@@ -78,7 +78,7 @@ class ClusterCommunicator(Communicator):
         during: During = lambda work: work(),
         check: Check = lambda: None,
     ) -> ClusterCommunicator:
-        """Join the ranks of `flat`, of which `link` joins those of this host. Collective. `during` does what waits for
+        """Join the ranks of `flat`; `link` joins those of this host. Collective. `during` does work that waits for
         ranks of other hosts."""
         local = len(link.members)
         host, place = divmod(flat.rank, local)
@@ -87,8 +87,8 @@ class ClusterCommunicator(Communicator):
         again: Inside = SoloCommunicator(options)
         if local > 1:
             numbers = range(host * local, (host + 1) * local)
-            # Who waits for a neighbour that waits for another host must not be the first to give up: it would name the
-            # neighbour, and then hears of the host.
+            # A rank that waits for a neighbour that waits for another host must not give up first: it would name the
+            # neighbour. Later, it is told of the host.
             patient = options.replace(timeout=PATIENCE * options.timeout, warn_after=options.warn_seconds)
             inside = HostCommunicator(link, patient, numbers=numbers, lock=flat.lock, check=check)
             again = HostCommunicator(link, patient, inside, numbers, flat.lock, check)
@@ -167,7 +167,7 @@ class ClusterCommunicator(Communicator):
         return self._issue(
             call,
             (self._hosts - 1) * wire_bytes(source.numel(), source, codec),
-            lambda: [self._inside.start_barrier(call)],  # nobody on this host still reads what is overwritten
+            lambda: [self._inside.start_barrier(call)],  # no rank of this host still reads what is overwritten
             lambda across: across.gather(source, self._column_of(target), codec),
             lambda: self._gather_inside(call, target),
         )
@@ -190,7 +190,7 @@ class ClusterCommunicator(Communicator):
 
         def cross(across: Across) -> Steps:
             yield from across.reduce(sums, mine, op, self.world)
-            mine[max(numel - self.rank * cut, 0) :].zero_()  # what a codec made of the padding must not reach the rest
+            mine[max(numel - self.rank * cut, 0) :].zero_()  # what a codec made of the padding must not spread
             yield from across.gather(mine, self._column_of(whole), codec)
 
         def finish() -> None:
@@ -228,7 +228,7 @@ class ClusterCommunicator(Communicator):
         takes = target.view(self._hosts, -1)
 
         def inside() -> Sequence[Handle]:
-            # To each rank of this host, what all of its ranks have for that column. Its own part is there then.
+            # Each rank of this host gets what all of its ranks have for its column. This host's own part then arrived.
             blocks = source.view(self._hosts, -1)
             return [
                 self._inside.start_all_to_all(call, b, takes[h] if h == self._mine else rows[h])
@@ -347,13 +347,13 @@ class ClusterCommunicator(Communicator):
 
 
 def _leave(pid: int, lane: Lane, column: Wire) -> None:
-    """Let go of the column. The parts of the communicator do the same for themselves, and say goodbye."""
+    """Release the column. The parts of the communicator do so themselves, and say goodbye."""
     if os.getpid() == pid:
         close_column(lane, column)
 
 
 def _undivided(op: str) -> str:
-    """What is done inside a host: a mean is divided at the end only."""
+    """What is computed inside a host: a mean is divided only at the end."""
     return "sum" if op == "mean" else op
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong in one part of a cluster communicator is the end of all of it."""
+"""A failure in one part of a cluster communicator is the end of the whole."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from sherd.errors import CommError
 
 
 class Part(Protocol):
-    """A communicator that tells its other ranks of a fault they cannot see."""
+    """A communicator that can tell its other ranks of a failure they cannot see."""
 
     def fail(self, error: CommError) -> None: ...
 
 
 class FailureState:
-    """Why a communicator is of no more use, and who is to be told."""
+    """Why a communicator can no longer be used, and the parts that have to be told."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
@@ -30,7 +30,7 @@ class FailureState:
         self._broken = self._broken or "it was closed"
 
     def tell(self, error: BaseException) -> None:
-        """Let ranks that wait elsewhere hear of what went wrong."""
+        """Tell the ranks that wait in other parts what went wrong."""
         if self._broken is None:
             fault = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
             self._broken = str(fault)

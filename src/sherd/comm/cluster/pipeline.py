@@ -2,7 +2,7 @@
 
 An operation inside a cluster has up to three *phases*: inside the host, across the network, and inside the host again.
 A phase is started when the one before it is complete, and only after all earlier operations have started theirs: so
-each phase sees the operations in the order in which they were issued, on every rank, whoever waits for what.
+in each phase the operations run in the order in which they were issued, on every rank, whatever is waited for first.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from sherd.comm.waiting.progress import take_part
 
 ALL = sys.maxsize
 Phase = Callable[[], Sequence[Handle]]
-"""Starts a part of an operation and returns what has to be complete before it goes on."""
+"""Starts a part of an operation and returns what has to be complete before the next."""
 
 
 class ClusterOperation(Handle):
-    """A handle that a pipeline moves on, phase by phase. `reading` of these read the input."""
+    """A handle that a pipeline moves on, phase by phase. The first `reading` phases read the input."""
 
     __slots__ = ("_finish", "_phases", "_pipeline", "_reading", "finished", "needs", "started")
 
@@ -49,7 +49,7 @@ class ClusterOperation(Handle):
             handle.wait()  # it is done, or has failed
         self.needs = ()
         if self.started < len(self._phases):
-            self.started += 1  # first: starting it may wait, and what is moved meanwhile must not start it again
+            self.started += 1  # first: starting it may wait, and what is moved on meanwhile must not start it again
             self.needs = self._phases[self.started - 1]()
         else:
             self._finish()
@@ -69,7 +69,7 @@ class ClusterOperation(Handle):
 
 
 class ToldMessage(Handle):
-    """A message through one part of a cluster: if it fails, the ranks that wait in another part hear of it."""
+    """A message through one part of a cluster: if it fails, the ranks that wait in other parts are told."""
 
     __slots__ = ("_inner", "_pipeline")
 
@@ -99,7 +99,7 @@ class Pipeline:
         take_part(self)
 
     def issue(self, operation: ClusterOperation) -> ClusterOperation:
-        """Start the first phase of an operation, which has no earlier one to wait for."""
+        """Start the first phase of an operation."""
         with self.failing():
             operation.step()
         self._operations.append(operation)
@@ -121,7 +121,7 @@ class Pipeline:
         return operation.finished
 
     def drain(self) -> None:
-        """Complete everything: before waiting for others in a way that moves nothing on."""
+        """Complete everything, before a wait that does not move operations on."""
         while self._operations:
             self.complete(self._operations[0])
 
@@ -130,7 +130,7 @@ class Pipeline:
 
     def move_all(self) -> int:
         """Do what can be done without waiting; the number of operations that are left."""
-        if self._operations and not self._moving:  # no context manager: this is called thousands of times in a second
+        if self._operations and not self._moving:  # no context manager: this is called thousands of times a second
             self._moving = True
             try:
                 self._move()
@@ -143,7 +143,7 @@ class Pipeline:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Whatever fails in here is the end of everything that is under way, and others hear of it."""
+        """Whatever fails inside is the end of everything that is under way, and the other parts are told."""
         try:
             yield
         except BaseException as error:

@@ -69,9 +69,9 @@ class HostCommunicator(Communicator):
         lock: threading.RLock | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`beside` is a communicator over the same link, whose shared memory and counters this one takes as its own.
-        In a part of a larger communicator, `numbers` are the ranks as errors list them, and `lock` is that one's.
-        `check` raises if waiting for the others has become pointless, while they have no board to say so."""
+        """`beside` is a communicator over the same link, whose shared memory and counters this one uses too. In a part
+        of a larger communicator, `numbers` are the ranks as errors list them, and `lock` is that communicator's.
+        `check` raises once waiting for the others is pointless, until they have a board to say so."""
         rank, world = link.members.index(link.rank), len(link.members)
         super().__init__(rank, world, options)
         self.lock = lock or self.lock
@@ -87,7 +87,7 @@ class HostCommunicator(Communicator):
         self._board = Board(self._share("board", Board.nbytes(world)), rank, world)
         self._peers = link.watch(options.timeout, range(world), check)
         numbers = numbers or self._all
-        # In a part of a larger communicator, not while the thread that talks to the network needs the interpreter.
+        # Not in a part of a larger communicator, whose network thread needs the interpreter.
         spin = lock is None and spins_pay(world)
         self._waiter = waiter = Waiter(self._board, self._peers, self.names, numbers, options, spin)
         self._scheduler = Scheduler(self._board, waiter, self.lock)
@@ -101,7 +101,7 @@ class HostCommunicator(Communicator):
         channels = self._share("channels", Channels.nbytes(world))
         self._channels = Channels(channels, self._board, self._memory, self._scheduler, self.names, numbers)
         waiter.made = weakref.WeakMethod(self._channels.made)
-        # Called by close(), or when nobody holds this communicator any more, or at the end of the process.
+        # Called by close(), when nothing refers to this communicator any more, or at the end of the process.
         self._why: list[BaseException] = []
         self._leave = weakref.finalize(self, _leave, os.getpid(), self._why, self._board, self._peers, link)
         _note_the_exit()
@@ -117,7 +117,7 @@ class HostCommunicator(Communicator):
         return self._memory.is_common(tensor)
 
     def fail(self, error: CommError) -> None:
-        """Give up because of what happened beyond this host, and tell its other ranks."""
+        """Give up because of a failure outside this host, and tell its other ranks."""
         self._scheduler.fail(error)
 
     def shared_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -143,8 +143,8 @@ class HostCommunicator(Communicator):
         return [block.tensor(r * stride, numel, dtype, owner).view(shape) for r in range(self.world)]
 
     def _free_what_was_dropped(self) -> None:
-        """Unmap shared memory that no rank has tensors of any more. Where new memory is made, as all ranks come there:
-        one that has dropped its own may have to read what another lends."""
+        """Unmap shared memory in which no rank has tensors any more. All ranks call this, before they allocate: a rank
+        that has dropped its own tensors may still have to read what another lends."""
         mine = self._memory.in_use()
         if mine:
             with self.counters.agreeing():
@@ -161,9 +161,9 @@ class HostCommunicator(Communicator):
         return HostCommunicator(link, options)
 
     def meet(self, ranks: Sequence[int], options: CommOptions) -> Link:
-        """What joins some of these ranks; those outside are alone in theirs. Collective."""
+        """A link among some of these ranks; each rank outside them gets one of its own. Collective."""
         self.agree(f"subgroup({list(ranks)})").wait()
-        # Ranks outside the group meet too, each in a group of its own, because every rank is in the exchange.
+        # Ranks outside the group take part too, each in a group of its own, because the exchange is among all ranks.
         group = "inside" if self.rank in ranks else f"outside-{self.rank}"
         world_rank = self._link.cards[self.rank].rank
         exchange = lambda _, value: self.all_gather_object(value)  # noqa: E731
@@ -176,7 +176,7 @@ class HostCommunicator(Communicator):
     def _close(self, error: BaseException | None) -> None:
         if error is not None:
             self._why.append(error)
-        self._leave()  # first: others may be reading the tensors of what is under way
+        self._leave()  # first: others may be reading the tensors of operations under way
         self._scheduler.close()
         self._memory.forget()
         # The caller may keep this object, but not the memory.
@@ -315,7 +315,7 @@ class HostCommunicator(Communicator):
         contributors: Sequence[int],
         finish: Callable[[], Finish],
     ) -> Operation | None:
-        """Take the short way, where the contribution is small and nothing stands in the way."""
+        """Take the short path, if the contribution is small and there is room for it."""
         if call not in self._plans:
             if len(self._plans) > MAX_PLANS:
                 self._plans.clear()
@@ -332,7 +332,7 @@ class HostCommunicator(Communicator):
         return self._scheduler.add(o)
 
     def naming(self, call: Call, target: Tensor) -> Call:
-        """The same call, with the name of the output where ranks share that: they must agree on which."""
+        """The same call, naming its output if ranks share that: they must agree on which one it is."""
         if not self.shares(target):
             return call
         place = self._memory.find(target)
@@ -348,8 +348,8 @@ class HostCommunicator(Communicator):
 def _leave(pid: int, why: list[BaseException], board: Board, peers: Peers, link: Link) -> None:
     """Tell the others that this rank is gone, and why if it is because of an error."""
     if os.getpid() != pid:
-        return  # a forked child, such as a worker of a DataLoader: the rank itself is still there
-    # An error that nobody caught is why a process ends, but not why a communicator was dropped long after it.
+        return  # a forked child, such as a DataLoader worker: the rank itself is still there
+    # An uncaught error is why a process ends, but not why a communicator was dropped long after it.
     uncaught = getattr(sys, "last_value", None) if _exiting else None
     error = why[0] if why else uncaught
     board.leave_word(State.LEFT, f"{type(error).__name__}: {error}" if error is not None else "")
@@ -362,5 +362,5 @@ _exiting: list[bool] = []
 
 @functools.cache
 def _note_the_exit() -> None:
-    """To be called after a finalizer was made: then this hook runs before all finalizers."""
+    """To be called after a finalizer was made, so that this hook runs before all finalizers."""
     atexit.register(_exiting.append, True)

@@ -20,21 +20,21 @@ class Headers:
         self.posted_by_peers = tuple(board.posted[r] for r in others)
         self.done_by_peers = tuple(board.done[r] for r in others)
         self.my_posted, self.my_done = board.posted[board.rank], board.done[board.rank]
-        # A rank reads its own headers too: it must not write over one whose operation it has still to come to.
+        # A rank reads its own headers too: it must not overwrite one whose operation it has not completed.
         self.done_by_all = (*self.done_by_peers, self.my_done)
         self._names = names
         self._numbers = numbers
         self._free = HEADERS - 1  # the last operation whose header is known to be free
 
     def is_free(self, number: int) -> bool:
-        """Whether nobody needs what the header of operation `number` held before."""
+        """Whether no rank needs the header that operation `number` would overwrite."""
         if number > self._free:
             lowest = min(self.board.words[index] for index in self.done_by_all)
             self._free = (lowest >> CHUNK_BITS) + HEADERS - 1
         return number <= self._free
 
     def compare(self, o: Operation) -> list[tuple[int, int, int]]:
-        """Raise unless all ranks, which have posted, made the same call; the place of each one's contribution."""
+        """Raise unless all ranks, which have posted, made the same call; the location of each contribution."""
         board = self.board
         if self.check:
             for r in range(board.world):

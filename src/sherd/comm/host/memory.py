@@ -1,7 +1,7 @@
-"""SharedBlocks: anonymous memory that the ranks of a host map together.
+"""Blocks of memory that the ranks of a host share, and which tensors lie in them.
 
-A block is a memfd: it has no name on disk, is not bounded by the size of /dev/shm, and the kernel frees it when the
-last process that maps it is gone, however that process ended.
+A block is a memfd: it has no name on disk, is not limited by the size of /dev/shm, and the kernel frees it when the
+last process that maps it is gone, however that ended.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ def round_up(value: int, multiple: int) -> int:
 
 
 class Keeper(Protocol):
-    """Creates the blocks of a host. Who holds the keeper can outlive the ranks that use its blocks."""
+    """Creates the shared blocks of a host. Its owner can outlive the ranks that use the blocks."""
 
     def create(self, label: str, nbytes: int) -> int:
         """A file descriptor for `nbytes` of zeroed shared memory; the caller owns it."""
 
 
 class MemfdKeeper:
-    """Keeps blocks only as long as a rank maps them."""
+    """Blocks live only as long as a rank maps them."""
 
     def create(self, label: str, nbytes: int) -> int:
         fd = os.memfd_create(f"sherd-{label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, max(round_up(nbytes, PAGE), PAGE))
-            # Nobody can shrink it under a peer, which would be a SIGBUS there.
+            # No rank can shrink it, which would be a SIGBUS in another.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         except OSError:
             os.close(fd)
@@ -50,7 +50,7 @@ class MemfdKeeper:
 
 
 class SharedBlock:
-    """One mapping of a block. Tensors made from it keep it mapped; it is unmapped with the last of them."""
+    """One mapping of shared memory. Tensors made from it keep it mapped; it is unmapped with the last of them."""
 
     def __init__(self, fd: int) -> None:
         """Map all of `fd`, which may be closed afterwards."""
@@ -58,7 +58,7 @@ class SharedBlock:
         self.nbytes = len(self.memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.fd = -1
-        """What it is mapped from, where that is kept: to be mapped once more in another way."""
+        """The file it is mapped from, where that is kept, so that it can be mapped again."""
 
     def keep(self, fd: int) -> None:
         """Keep a duplicate of `fd` for as long as this object lives."""
@@ -66,8 +66,8 @@ class SharedBlock:
         weakref.finalize(self, os.close, self.fd)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype, owner: memoryview | None = None) -> Tensor:
-        """A flat view of `numel` elements from byte `offset`. It holds `owner`, a view of all of the memory, which is
-        gone when all tensors made with it are."""
+        """A flat view of `numel` elements from byte `offset`. It keeps `owner` alive, a view of all the memory, which
+        is freed with the last tensor made with it."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         memory = self.memory if owner is None else owner
@@ -79,30 +79,30 @@ class SharedBlock:
 
 
 Location = tuple[int, int]
-"""Number of a block and byte offset in it. All ranks number the blocks alike: allocations are collective."""
+"""Number of a block and byte offset in it. All ranks number the blocks the same: allocations are collective."""
 
 STAGED: Location = (-1, 0)
 """Not in shared memory: the contribution goes through staging chunks."""
 
 PRIVATE = 1 << 40
-"""Instead of the number of a block: the offset is an address in the memory of the rank itself."""
+"""Instead of the number of a block: the offset is an address in the rank's own memory."""
 
 
 class SharedMemory:
     """The shared tensors and buffers of a communicator. They stay mapped until it is closed and they are dropped, or
-    every rank has dropped them before."""
+    until every rank has dropped them."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, SharedBlock] = {}  # by number
         self._owners: dict[int, weakref.ref[memoryview]] = {}
         self._starts: list[int] = []  # their addresses, ascending
         self._by_address: list[int] = []  # their numbers in that order
-        self._common: list[bool] = []  # by number, of those that are gone too
+        self._common: list[bool] = []  # by number, including those that are gone
         self._views: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
 
     def add(self, block: SharedBlock, common: bool, owner: memoryview | None = None) -> None:
-        """Register a block; `common` if all ranks use it as one tensor and not as a buffer each. The tensors that
-        this rank has of it hold its `owner`, if they may be dropped."""
+        """Register a block; `common` if all ranks use it as one tensor, not as a buffer each. This rank's tensors in it
+        keep its `owner` alive, if they may be dropped."""
         at = bisect.bisect(self._starts, block.address)
         number = len(self._common)
         self._starts.insert(at, block.address)
@@ -113,12 +113,12 @@ class SharedMemory:
             self._owners[number] = weakref.ref(owner)
 
     def in_use(self) -> list[bool]:
-        """Of those that are there and may be dropped, whether this rank still has tensors. The same ones on all ranks,
-        as these agree on what they `keep`."""
+        """For each block that may be dropped, whether this rank still has tensors in it. The same blocks on all ranks,
+        as they agree on what they `keep`."""
         return [owner() is not None for owner in self._owners.values()]
 
     def keep(self, used: Sequence[bool]) -> None:
-        """Let go of what no rank has tensors of. An operation that is under way holds its own."""
+        """Release the blocks in which no rank has tensors. An operation under way keeps its own alive."""
         for number in [number for number, kept in zip(self._owners, used, strict=True) if not kept]:
             del self._owners[number]
             block = self._blocks.pop(number)

@@ -1,8 +1,8 @@
 """One operation under way on the host transport.
 
 The steps of an operation are a generator: what comes before its first `yield` is done when it is issued, and each
-`yield` names the flags it needs to go on: `(indices, target)`. So an operation reads from top to bottom, can be issued
-without waiting, completed later, or moved on while the rank waits for something else.
+`yield` names the flags it needs to go on: `(indices, target)`. So an operation reads from top to bottom, and can be
+issued without waiting, completed later, or moved on while the rank waits for something else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Steps = Generator[Need, None, None]
 
 
 class Operation(Handle):
-    """A handle that a scheduler moves on, step by step. `number` counts the operations of its kind, from 1."""
+    """A handle that a scheduler moves on, step by step. `number` counts operations of the same kind, from 1."""
 
     __slots__ = ("_scheduler", "base", "call", "finished", "need", "number", "posted", "queue", "staged_all")
 
@@ -41,8 +41,8 @@ class Operation(Handle):
         self.base = number << CHUNK_BITS  # progress when none of its chunks is through
         self.call = call
         self.finished = False
-        self.posted = False  # something of this rank's contribution is there for the others
-        self.staged_all = False  # all of it is, or needs no staging chunk
+        self.posted = False  # a part of this rank's contribution can be read by the others
+        self.staged_all = False  # all of it can, or needs no staging chunk
         self.need: Need = NOTHING
         self.queue: deque[Operation]
 
@@ -68,12 +68,12 @@ class SteppedOperation(Operation):
     def __init__(self, scheduler: Scheduler, number: int, call: Call, site: Site) -> None:
         super().__init__(scheduler, number, call)
         self.site = site
-        self.locations: list[tuple[int, int, int]] | None = None  # where each rank's contribution lies, once checked
+        self.locations: list[tuple[int, int, int]] | None = None  # of each rank's contribution, once checked
         self.used = 0  # chunks of its movements so far
         self.steps: Steps
 
     def is_private(self, rank: int) -> bool:
-        """Whether a rank lends memory of its own process."""
+        """Whether a rank lends its private memory."""
         return self.locations is not None and self.locations[rank][0] == PRIVATE
 
     def step(self) -> None:

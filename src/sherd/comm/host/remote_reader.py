@@ -1,9 +1,9 @@
-"""Reading a peer's private memory, where the kernel lets this process do so.
+"""Reading a peer's private memory, where the kernel allows it.
 
-It pool the copy into staging chunks and the waiting for each of them: `process_vm_readv` moves a tensor from one
-process into another in one copy, about as fast as a copy inside one of them. The kernel asks for the same user and for
-the right to trace the other process, which containers and Yama may refuse. So every rank tries it when ranks meet,
-and it is used among ranks that can all read each other.
+It saves the copy into staging chunks and the waiting for each of them: `process_vm_readv` moves a tensor from one
+process to another in one copy, about as fast as a copy inside a process. The kernel requires the same user and the
+right to trace the other process, which containers and Yama may deny. So every rank tries it when ranks meet, and it is
+used only if all of them can read each other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _readv = getattr(_libc, "process_vm_readv", None)
 if _readv is not None:
     _readv.restype = ctypes.c_ssize_t
 
-# What peers try to read; whoever finds this value has reached this very process.
+# What peers try to read: a peer that finds this value has reached this very process.
 _word = ctypes.c_uint64(secrets.randbits(63) | 1)
 MINE = (ctypes.addressof(_word), _word.value)
 """Address and value of a word of this process, for peers to try."""
@@ -53,7 +53,7 @@ class RemoteReader:
         """Fill `into`, which is contiguous, from `address` of a rank that is in the same operation."""
         nbytes = into.numel() * into.element_size()
         got = _read(self._pids[rank], address, into.data_ptr(), nbytes)
-        # A rank that gave up may have used its memory for something else while it was read. It leaves word before.
+        # A rank that gave up may have reused its memory while it was read. It says so on the board before that.
         if not self._board.all_well():
             self._waiter.check((rank,))
         if got != nbytes:
@@ -70,7 +70,7 @@ class RemoteReader:
 
 
 def can_read(pid: int, address: int, value: int) -> bool:
-    """Whether this process can read that one, and it is the one whose word this is."""
+    """Whether this process can read process `pid`, and that is the one with this word."""
     word = ctypes.c_uint64(0)
     return _read(pid, address, ctypes.addressof(word), 8) == 8 and word.value == value
 

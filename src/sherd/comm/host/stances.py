@@ -1,4 +1,4 @@
-"""The stances of the ranks of a host, on the board: what each sleeps for that has slept for a while."""
+"""The stances of the ranks of a host, on the board: what each rank that has slept for a while is waiting for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COUNTS = 8  # generation, kind, peer, count, collectives, text, monotonic ns, w
 
 
 class Stances:
-    """One rank's view of them."""
+    """One rank's view of the stances."""
 
     def __init__(self, board: Board, names: Sequence[str], numbers: Sequence[int]) -> None:
         self._board = board
@@ -44,11 +44,11 @@ class Stances:
         return _KINDS[kind]
 
     def leave(self) -> None:
-        """It goes on. The stance stays: see `deadlock`."""
+        """This rank goes on. The stance stays: see `deadlock`."""
         self._board.words[self._board.stances[self._board.rank] + 7] = 0
 
     def check(self) -> None:
-        """Raise if this rank is in a circle."""
+        """Raise if this rank is part of a deadlock."""
         board = self._board
         stances = {r: stance for r in range(board.world) if (stance := self._read(r)) is not None}
         ranks = deadlock.circle(board.rank, stances)

@@ -1,7 +1,7 @@
-"""Waiting for other ranks: spin briefly, sleep, and never for nothing.
+"""Waiting for other ranks: spin briefly, then sleep, and check all the while that it still makes sense.
 
-Whoever waits looks every few milliseconds whether it still makes sense: a peer whose process has ended, a peer that
-said it left or failed, and a peer that is merely late each lead to an error or a warning that names it.
+A peer whose process has ended, a peer that left or failed, and a peer that is merely late each lead to an error or a
+warning that names it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from sherd.comm.waiting.patience import Stopwatch, limit
 from sherd.config import CommOptions
 from sherd.errors import CommClosed, CommError, Diverged, PeerLost, TimedOut
 
-# A look takes about 40 ns, so this is about 1 ms: longer than a peer needs for the next chunk of a stream.
+# Each takes about 40 ns, so this is about 1 ms: longer than a peer needs for the next chunk of a stream.
 # With a tenth of it, repeats of a 100 MB all-reduce on a noisy machine gave medians of 19 to 27 ms instead of 19 to 21.
 SPINS = 25_000
 # How long to sleep before looking for faults again; a dead peer is noticed within it.
 LOOK_EVERY = 0.05
 LOOK_EVERY_BUSY = 0.001
-# How long a rank sleeps before it says what for, and how often it then looks whether anybody can ever come.
+# How long a rank sleeps before it takes a stance, and how often it then looks for a deadlock.
 CIRCLE_EVERY = 0.25
 
 
@@ -96,13 +96,13 @@ class Waiter:
                 try:
                     raise fault
                 finally:
-                    del fault  # its traceback holds this frame
+                    del fault  # its traceback keeps this frame alive
             waited = watch.seconds()
             if waited > circle_at and self._owner == threading.get_ident() and (made := self.made()) is not None:
                 circle_at = waited + CIRCLE_EVERY
-                # Every time: what was moved on meanwhile may have slept too.
+                # Every time: an operation that was moved on meanwhile may have slept too.
                 kind = self._stances.take(index, target, operation, made(), waited)
-                # Who is in a collective is told: a circle has a message in it.
+                # A circle has a message in it: the rank that waits for that reports it.
                 if kind != COLLECTIVE:
                     self._stances.check()
             if waited > limit(self._options.timeout):
@@ -112,7 +112,7 @@ class Waiter:
                 warn_at = 2 * waited
 
     def use_here(self) -> None:
-        """Another thread goes on: they take turns."""
+        """Calls now come from this thread; threads take turns."""
         self._owner = threading.get_ident()
 
     def check(self, needed: Sequence[int] = ()) -> None:
@@ -127,14 +127,14 @@ class Waiter:
     # ---------------------------------------------------------------- what may have gone wrong
 
     def _fault(self, missing: Sequence[int]) -> CommError | None:
-        """Why waiting for `missing` is in vain, or None."""
+        """Why it is useless to wait for `missing`, or None."""
         failures = self._board.failures()
         state, _ = failures.pop(self._board.rank, (State.WELL, ""))
         if state == State.LEFT:
             return CommClosed(CLOSED_MEANWHILE)
         silent = [r for r in self._peers.dead() if r not in failures]
         if silent:
-            # They may have left word between the two looks.
+            # They may have said why between the two checks.
             failures = {r: said for r, said in self._board.failures().items() if r != self._board.rank}
             silent = [r for r in silent if r not in failures]
         if silent:

@@ -1,9 +1,9 @@
-"""Whether the process of a rank on another host has ended: a connection over which nothing is said but goodbye.
+"""Whether the process of a rank on another host has ended: a connection over which nothing is sent but a goodbye.
 
 The backend does not always tell: gloo forgets messages that it was about to send when a connection breaks, and waits
-for them until its own timeout. So each rank listens, and the *next* rank connects to it, if it is on another host.
-Nobody accepts the connection, which the kernel holds for as long as the process lives, and resets when it ends. One
-connection per host is enough: who sees a process end tells everyone else.
+for them until its own timeout. So each rank listens, and the *next* rank connects to it, if it is on another host. The
+connection is never accepted: the kernel keeps it open while the process lives, and resets it when the process ends. One
+connection per host is enough: the rank that sees a process end tells the others.
 """
 
 from __future__ import annotations
@@ -22,36 +22,34 @@ from sherd.comm.meeting import network
 from sherd.errors import ConfigError
 
 GOODBYE = b"goodbye"
-EVERYONE = 128  # that may wait to hear it
+BACKLOG = 128  # connections
 
 
 class Guard:
-    """Watches the process of rank `watched` once it is told its door, and lets this one be watched if it `listens`.
+    """Watches the process of rank `watched` once it knows its door, and lets this one be watched if it `listens`.
 
-    Nothing here waits. A firewall between the hosts costs no more than the early notice.
+    Nothing here waits. With a firewall between the hosts, only the early notice is lost.
     """
 
     def __init__(self, store: Store, watched: int | None, listens: bool) -> None:
         self._server = server_of(store)
         self._listener = _listen(self._server) if listens and self._server else None
         self.door = None if self._listener is None else _door(self._listener)
-        """Where this rank can be watched: an address, or "" for that of the store, and a port."""
+        """Where this rank can be watched: an address ("" for that of the store) and a port."""
         self._watched = watched
         self._address: Any = None  # of the watched rank, as the socket module wants it, and its family
         self._connection: socket.socket | None = None
-        self._met = False  # whether it was ever reached
+        self._met = False  # whether the watched rank was ever reached
         self._ended = False
         self.refused = False
-        """Whether the watched rank was never reached: it has ended before, or something on the way refuses for it."""
-        self.seeks = watched  # the rank whose door it has to be told
+        """Whether the watched rank could not be reached: it ended before, or something on the way refuses."""
+        self.seeks = watched  # the rank whose door it still has to learn
 
     def watch(self, door: tuple[str, int] | None) -> None:
-        """Begin to watch the process behind `door`, if it has one."""
+        """Start watching the process behind `door`, if it has one."""
         self.seeks = None
         if door is not None:
-            with contextlib.suppress(
-                OSError, UnicodeError, TypeError, LookupError
-            ):  # anything may have been left there
+            with contextlib.suppress(OSError, UnicodeError, TypeError, LookupError):  # the door may hold anything
                 where = door[0] or self._server, door[1]
                 family, _, _, _, address = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0]
                 self._address = family, address
@@ -75,10 +73,10 @@ class Guard:
 
     def _lose(self, connection: socket.socket, why: int | None) -> None:
         if self._connection is not connection:
-            return  # closed by this side, meanwhile
+            return  # closed on this side meanwhile
         self._hang_up()
         if why == errno.ECONNRESET:
-            # Something on the way may close what is idle. Who has ended is not there to be called again.
+            # Something on the way may close idle connections. A process that has ended cannot be reached again.
             self._met = True
             self._call()
         elif why == errno.ECONNREFUSED:
@@ -114,15 +112,15 @@ def _door(listener: socket.socket) -> tuple[str, int]:
 
 
 def _listen(server: str) -> socket.socket | None:
-    """At this host's address on the interface that was chosen, or else on the way to `server`, which other hosts can
-    reach as well."""
+    """At this host's address on the interface that was chosen, or else on the route to `server`, where other hosts can
+    reach it too."""
     try:
         chosen = network.chosen()
         mine = chosen.address if chosen else network.way_to(server)["address"]
-        if not chosen and network.is_loopback(mine):  # the server is here, and others know where
+        if not chosen and network.is_loopback(mine):  # the server is on this host, and the others know its address
             mine = ""
         family = socket.AF_INET6 if ":" in mine else socket.AF_INET
-        listener = socket.create_server((mine, 0), family=family, backlog=EVERYONE)
+        listener = socket.create_server((mine, 0), family=family, backlog=BACKLOG)
     except (OSError, ConfigError):
         return None
     listener.setblocking(False)
@@ -131,20 +129,20 @@ def _listen(server: str) -> socket.socket | None:
 
 
 def root_of(store: Store) -> Store:
-    """The store in which another one is a part, by its prefix."""
+    """The store that another one is a prefix of."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
 
 
 def server_of(store: Store) -> str | None:
-    """Where a store is served, which every host can reach."""
+    """The host that serves a store, which every rank can reach."""
     root = root_of(store)
     host: str | None = root.host if isinstance(root, TCPStore) else None
     return host
 
 
-# A forked process must not hold the connection of the rank that it comes from.
+# A forked process must not keep the connections of its parent open.
 _listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 

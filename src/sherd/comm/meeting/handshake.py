@@ -1,11 +1,10 @@
-"""What ranks tell each other before they can talk, and who of them is gone.
+"""What ranks tell each other before they have a communicator, and which of them are gone.
 
-Each rank begins with a hello, by which the others can tell from then on whether its process lives. A rank that ends
-before the communicator is made is named at once by those who see it, who leave a note for those who do not.
+Each rank begins with a hello, which lets the others watch its process from then on. A rank that ends before the
+communicator is made is named at once by the ranks that see it, which leave a note for those that do not.
 
-Notes are sealed with the job's token at first, then with a key that comes from it and from a fresh number of every
-rank, so that what was said in another handshake is worth nothing in this one. Without a token the seal keeps nobody
-out.
+Notes are sealed with the job's token at first, then with a key derived from it and from a fresh random number of every
+rank, so that notes of another handshake are worthless in this one. Without a token the seal keeps nobody out.
 """
 
 from __future__ import annotations
@@ -39,19 +38,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05  # seconds between two looks: longer and longer
+FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05  # seconds between two looks, which get longer
 EXPLAIN_WITHIN = 1.0
-ANSWER_WITHIN = 1.5  # seconds: it looks twenty times a second whether it is asked
-FORGED_FOR = 3.0  # seconds until what has a wrong seal is not about to be replaced by its rank
+ANSWER_WITHIN = 1.5  # seconds: a rank checks twenty times a second whether it is asked
+FORGED_FOR = 3.0  # seconds that a rank has to replace what carries a wrong seal
 
 
 class Handshake:
     """Ranks that are about to have a communicator: `rank` is the number of this one among them, `world_ranks` are
-    their names. Collective."""
+    their numbers in the world. Collective."""
 
     def __init__(self, store: Store, rank: int, world_ranks: Sequence[int], options: CommOptions) -> None:
         self.rank, self.world = rank, len(world_ranks)
-        check_files(self.world)  # gloo would end the process for want of one
+        check_files(self.world)  # gloo ends the process if it runs out of them
         self.token = seal_of_token()
         self._world_ranks = world_ranks
         self._options = options
@@ -61,8 +60,8 @@ class Handshake:
         self.guard = Guard(store, (rank - 1) % self.world, listens=several_hosts())
         self.presence = Presence(rank, self.world, self.guard)
         self._come: dict[int, Hello] = {}
-        self._asked: Stopwatch | None = None  # since a rank was asked whether it is there
-        self._forged: list[int] = []  # ranks in whose place something stands that they have not said
+        self._asked: Stopwatch | None = None  # since a rank was asked whether it is still there
+        self._forged: list[int] = []  # ranks whose notes carry a wrong seal
         with self._giving_up():
             self.hellos = self._say_hello(Hello(world_ranks[rank], self.guard.door, _way(store)))
 
@@ -85,20 +84,20 @@ class Handshake:
         return said
 
     def during(self, key: str, work: Callable[[], T]) -> T:
-        """Do work that waits for all other ranks where nobody would notice the end of one. Collective; on a thread of
-        its own, which is left behind if that was in vain."""
+        """Do work that blocks until all other ranks do it too, and watch them meanwhile. Collective; the work runs on a
+        thread of its own, which is abandoned if it cannot succeed."""
         self._notes.leave(self._keys(key)[self.rank], True)
-        aside = SideThread(work, f"sherd-{key}")
+        thread = SideThread(work, f"sherd-{key}")
         try:
-            self._wait(aside.attempt, key)
+            self._wait(thread.attempt, key)
         except SherdError:
             raise
         except (DistError, RuntimeError) as error:
             raise self._explained(error) from error
-        return aside.result()
+        return thread.result()
 
     def check(self) -> None:
-        """Raise if one that has come is gone, or one has said that it gives up."""
+        """Raise if a rank that has arrived is gone, or a rank has reported that it gave up."""
         self._meet()
         self._ask_and_answer()
         if gone := self.presence.gone():
@@ -111,12 +110,12 @@ class Handshake:
     # ---------------------------------------------------------------- its end
 
     def close(self) -> None:
-        """It is over. The guard and the handles of `presence` belong to whoever took them."""
+        """The handshake is over. The guard and the handles of `presence` belong to whoever took them over."""
         self._notes.close()
         self._launchers.close()
 
     def let_go(self) -> None:
-        """Nobody has taken them."""
+        """Close the guard and the handles, which nobody took over."""
         self.guard.close()
         self.presence.peers.close()
 
@@ -139,7 +138,7 @@ class Handshake:
             raise
 
     def _give_up(self, error: BaseException) -> None:
-        if not isinstance(error, CommError):  # which was reported, or heard of
+        if not isinstance(error, CommError):  # which was reported already, or comes from a report
             self._report(CommError(f"{type(error).__name__}: {error}"))
         self.let_go()
 
@@ -148,26 +147,26 @@ class Handshake:
     def _say_hello(self, mine: Hello) -> list[Hello]:
         self._notes.sign("come", self.rank)
         everybody = [Hello.read(fields) for fields in self.exchange("hello", vars(mine))]
-        self.check()  # who came first may have given up since
+        self.check()  # a rank that arrived early may have given up since
         self.seal = self._notes.seal = self.seal.derived("".join(hello.nonce for hello in everybody))
-        self._asked = None  # under the new seal, once more
+        self._asked = None  # to be asked again under the new seal
         return everybody
 
     @property
     def together(self) -> bool:
         """Whether all ranks are on one machine."""
-        return all(hello.place == self.hellos[0].place for hello in self.hellos)
+        return all(hello.namespaces == self.hellos[0].namespaces for hello in self.hellos)
 
     def interface(self) -> network.Interface | None:
-        """By which the others are reached, and gloo has to be told: it would take the one to which the machine's own
-        name leads, often loopback. None if the user has told it, or it cannot be found out."""
+        """The interface that leads to the others. gloo has to be told: it would take the one that the machine's own
+        name resolves to, often loopback. None if the user has told it, or it cannot be found."""
         mine, ways = self.hellos[self.rank].way, [hello.way for hello in self.hellos if hello.way]
         if os.environ.get(network.IFNAME):
             return None
         return network.loopback() if self.together else network.choose(mine, ways) if mine else None
 
     def _meet(self) -> None:
-        """Begin to watch those that have come since the last time."""
+        """Start watching the ranks that have arrived since the last time."""
         if len(self._come) < self.world:
             for rank in self._notes.signed("come", self.world) - self._come.keys():
                 fields = self._notes.find(f"hello/{rank}")
@@ -176,7 +175,7 @@ class Handshake:
                     self.presence.add(rank, hello)
 
     def _ask_and_answer(self) -> None:
-        """A rank whose door is closed may be gone, or behind a wall. As long as it is in the handshake, it answers."""
+        """A rank whose door is closed may be gone, or behind a firewall. While it is in the handshake, it answers."""
         if self.guard.door and self._notes.find(f"asked/{self.rank}"):
             self._notes.leave(f"through/{self.rank}", True)
         rank = self.presence.doubtful()
@@ -189,7 +188,7 @@ class Handshake:
             self.presence.give_up(rank)
 
     def _wait(self, attempt: Callable[[float], bool], key: str) -> None:
-        """Repeat `attempt(seconds)` until it is true, for as long as the others may still come."""
+        """Repeat `attempt(seconds)` until it is true, for as long as the others may still arrive."""
         watch, pause = Stopwatch(), FIRST_PAUSE
         longest = LONGEST_PAUSE * max(1.0, self.world / 100)  # a thousand ranks must not flood the store
         warn_at, forged_at = self._options.warn_seconds, math.inf
@@ -198,7 +197,7 @@ class Handshake:
             try:
                 self.check()
             except CommError:
-                if attempt(0):  # whoever is gone has done its part of this first
+                if attempt(0):  # the rank that is gone did its part of this first
                     return
                 raise
             waited = watch.seconds()
@@ -226,7 +225,7 @@ class Handshake:
         return faults.did_not_connect(self._name(self.rank), key, {r: self._world_ranks[r] for r in missing}, seconds)
 
     def _explained(self, error: BaseException) -> CommError:
-        """The backend has failed: mostly because a rank has just ended, which shows a moment later."""
+        """The backend has failed: usually because a rank has just ended, which shows a moment later."""
         deadline = time.monotonic() + EXPLAIN_WITHIN
         while time.monotonic() < deadline:
             self.check()
@@ -235,7 +234,7 @@ class Handshake:
         return self._report(CommError(f"{self._name(self.rank)} could not connect to the other ranks: {words[0]}"))
 
     def _without_store(self) -> CommError:
-        """Nobody can be heard of any more. Whoever served the store may have ended just now."""
+        """Nothing is known of the others any more. The process that served the store may have ended just now."""
         deadline = time.monotonic() + EXPLAIN_WITHIN
         while time.monotonic() < deadline:
             if gone := self.presence.gone():
@@ -261,7 +260,7 @@ class Handshake:
         if not isinstance(note, dict) or note.get("rank") not in self._world_ranks:
             return None
         if note.get("run") != os.environ.get("TORCHELASTIC_RUN_ID"):
-            return None  # of another one, under the same token
+            return None  # of another run with the same token
         rank, where = self._world_ranks.index(note["rank"]), f"{note.get('machine')} (pid {note.get('pid')})"
         return faults.lost_early({rank: printable(f"rank {note['rank']} on {where} {note.get('how')}")})
 
@@ -270,15 +269,15 @@ class Handshake:
 
 
 def _run() -> tuple[str | None, ...]:
-    """What a launcher gives to one run alone, so that what was said in another, under the same token, is worth nothing
-    here even before the ranks' own numbers are known."""
+    """What a launcher gives to one run only, so that notes of another run with the same token are worthless here even
+    before the ranks' own random numbers are known."""
     return tuple(os.environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"))
 
 
 def _way(store: Store) -> dict[str, str] | None:
-    """To the server of the store, if that is on the network."""
+    """The route to the server of the store, if that is on the network."""
     server = server_of(store)
     try:
         return network.way_to(server) if server else None
-    except ConfigError:  # it has been reached, so there is one, which cannot be found out
+    except ConfigError:  # the server has been reached, but how cannot be found out
         return None

@@ -1,7 +1,7 @@
-"""The store in which ranks meet, by the variables that torchrun and `sherd run` set.
+"""The store in which ranks meet, from the variables that torchrun and `sherd run` set.
 
-Torch's own way there listens on every interface whatever the address, and lets the server wait for the others where
-nobody could say who is missing. This one listens where the address leads, and does not wait.
+Torch's own listens on every interface whatever the address, and has the server wait for the others without naming who
+is missing. This one listens at the address it is given, and does not wait.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from sherd.machine import check_files
 WARN_AFTER, LOOK_EVERY = 30.0, 0.1  # seconds
 log = logging.getLogger("sherd")
 _times = itertools.count()
-_served: dict[tuple[str, int], TCPStore] = {}  # by this process, for as long as it lives: others may come late
+_served: dict[tuple[str, int], TCPStore] = {}  # by this process, for as long as it lives: others may arrive late
 
 
 class MeetingPlace(NamedTuple):
-    """Where to meet, and as whom."""
+    """The store to meet in, and which rank of how many this is."""
 
     store: Store
     rank: int
@@ -42,10 +42,10 @@ def from_environment(timeout: float) -> MeetingPlace:
     check_files(world)
     address = os.environ.get("MASTER_ADDR", "")
     if not address:
-        raise ConfigError("MASTER_ADDR is not set, and WORLD_SIZE is; `sherd run` and torchrun set both")
+        raise ConfigError("WORLD_SIZE is set, but MASTER_ADDR is not; `sherd run` and torchrun set both")
     limit = timedelta(seconds=timeout)
     try:
-        # The launcher's, if there is one: then every rank is a client of it.
+        # A launcher may serve the store: then every rank is a client of it.
         if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             store = _serve(address, port, limit)
         else:
@@ -53,28 +53,28 @@ def from_environment(timeout: float) -> MeetingPlace:
     except (DistError, ValueError) as error:
         raise CommError(
             f"rank {rank} could not join the others at MASTER_ADDR:MASTER_PORT = {address}:{port} within {timeout:g} "
-            f"s: {error}. They may have given up before; look at their output first. "
+            f"s: {error}. They may have given up already; look at their output first. "
             "`sherd run` and torchrun set these variables."
         ) from error
-    # A name of its own for every time that ranks meet, and every time that a launcher starts them again: nothing that
-    # was left there before is found.
+    # A new prefix for every time that ranks meet, and every time that a launcher restarts them: nothing from before is
+    # found there.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return MeetingPlace(PrefixStore(f"sherd/meeting/{attempt}/{next(_times)}", store), rank, world)
 
 
 def _reach(address: str, port: int, rank: int, timeout: float) -> TCPStore:
-    """The store that rank 0 or a launcher serves. On a thread: torch would wait in silence, deaf to an interrupt."""
+    """The store that rank 0 or a launcher serves. On a thread: torch would wait silently, and ignore an interrupt."""
     make = partial(TCPStore, address, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
-    aside, watch, warn_at = SideThread(make, "sherd-meeting"), Stopwatch(), WARN_AFTER
-    while not aside.attempt(LOOK_EVERY):
+    thread, watch, warn_at = SideThread(make, "sherd-meeting"), Stopwatch(), WARN_AFTER
+    while not thread.attempt(LOOK_EVERY):
         waited = watch.seconds()
         if waited > timeout + LOOK_EVERY:
             raise DistError("there is no answer")
         if waited > warn_at:
             server = "the launcher" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
-            log.warning("Rank %d has waited %.0f s for the store at %s:%d, by %s", rank, waited, address, port, server)
+            log.warning("Rank %d has waited %.0f s for the store of %s at %s:%d", rank, waited, server, address, port)
             warn_at = 2 * waited
-    return aside.result()
+    return thread.result()
 
 
 def _serve(address: str, port: int, limit: timedelta) -> TCPStore:
@@ -86,13 +86,13 @@ def _serve(address: str, port: int, limit: timedelta) -> TCPStore:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise CommError(f"rank 0 cannot listen at port {port} for {address}: {error}") from error
-            _served[address, port] = make(multi_tenant=True)  # by torch's own in this process, perhaps
+            _served[address, port] = make(multi_tenant=True)  # perhaps torch serves one in this process already
     return _served[address, port]
 
 
 def several_hosts() -> bool:
-    """Whether ranks may be on other hosts: a launcher says how many are on this one, and an address may be said to mean
-    this machine."""
+    """Whether ranks may be on other hosts: a launcher says how many are on this one, and an address may be explicitly
+    loopback."""
     alone = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
     return not alone and not network.means_loopback(os.environ.get("MASTER_ADDR", ""))
 

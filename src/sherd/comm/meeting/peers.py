@@ -1,4 +1,4 @@
-"""Who is alive: a process handle (pidfd) per peer, which becomes readable the moment the process ends."""
+"""Which processes of this host still run: a handle (pidfd) per peer, which becomes readable when the process ends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Peers:
         return sorted(self._rank_of[fd] for fd, _ in self._poll.poll(0) if fd in self._rank_of)
 
     def how_it_ended(self, rank: int) -> str:
-        """ "was killed by SIGKILL", "exited with code 3" or "ended", whatever can still be known."""
+        """ "was killed by SIGKILL", "exited with code 3" or "ended", as far as it can still be found out."""
         status = _status_from_pidfd(self._fds[rank]) if rank in self._fds else None
         if status is None:
             status = _status_from_proc(self._pids[rank])
@@ -70,7 +70,7 @@ class Peers:
 
 
 def _status_from_pidfd(fd: int) -> int | None:
-    """The wait status of a process that was already collected by its parent (Linux 6.15 and later)."""
+    """The wait status of a process that its parent has already reaped (Linux 6.15 and later)."""
     info = bytearray(64)
     struct.pack_into("<Q", info, 0, _PIDFD_INFO_EXIT)
     try:
@@ -84,7 +84,7 @@ def _status_from_pidfd(fd: int) -> int | None:
 
 
 def _status_from_proc(pid: int) -> int | None:
-    """The wait status of a process that has ended and was not collected yet."""
+    """The wait status of a process that has ended and is not reaped yet."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

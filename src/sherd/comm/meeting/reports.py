@@ -1,6 +1,6 @@
-"""Reports: why a rank gives up, in a note that all others find.
+"""Reports: why a rank gave up, in a note that all others find.
 
-Without a token anyone may have left one, so nothing is taken for granted about its form.
+Without a token anyone may have left one, so nothing is assumed about its form.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Report:
 
     @classmethod
     def read(cls, note: Any, names: Sequence[str]) -> Report | None:
-        """From a note of one of the ranks with these names; None if there is none that can be read."""
+        """From a note of one of the ranks with these names; None if there is none, or it cannot be read."""
         try:
             kind, rank, ranks = str(note["kind"]), int(note["rank"]), [int(r) for r in note["ranks"]]
             text = printable(note["text"])
@@ -42,7 +42,7 @@ class Report:
         return asdict(self)
 
     def error(self, names: Sequence[str]) -> CommError:
-        """As an error of a rank that hears of it."""
+        """As the error of a rank that learns of it."""
         who = names[self.rank]
         if self.kind not in _ERRORS:
             return PeerLost(f"{who} failed with {self.text}", (self.rank,))
@@ -51,5 +51,5 @@ class Report:
 
 
 def printable(words: object) -> str:
-    """What others wrote, made fit for a terminal."""
+    """What others wrote, made safe for a terminal."""
     return "".join(letter for letter in str(words) if letter.isprintable() or letter == "\n")[:4000]

@@ -1,9 +1,9 @@
 """Objects as ranks send them to each other.
 
-Plain data travel as such (see `plain`). Anything else has to be pickled, and whoever writes a pickle can have anything
-done where it is read. So a pickle is read where it can only come from this user's processes (memory that a host's ranks
-share), or where an HMAC by the job's key says that a rank of this job has made it, for this call. Who cannot send that
-says so to the others instead, so that all of them raise the same error and can go on.
+Plain data is sent as such (see `plain`). Anything else has to be pickled, and whoever writes a pickle can run any code
+where it is read. So a pickle is read only where it must come from this user's processes (memory shared by the ranks of
+a host), or where an HMAC by the job's key shows that a rank of this job made it, for this call. A rank that cannot send
+such a pickle tells the others so, and all of them raise the same error and can go on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PLAIN, PICKLED, SEALED, REFUSED = b"0", b"1", b"2", b"3"
 
 
 class ObjectCall(NamedTuple):
-    """One call that sends objects. `number` counts such calls, alike on all ranks: no old pickle fits a later one."""
+    """One call that sends objects. `number` counts such calls on all ranks: an old pickle does not fit a later one."""
 
     operation: str
     number: int
@@ -37,7 +37,7 @@ class ObjectCall(NamedTuple):
         return torch.frombuffer(bytearray(self._bytes(obj, sender)), dtype=torch.uint8)
 
     def unpacked(self, packed: Sequence[Tensor], senders: Sequence[int]) -> list[Any]:
-        """What they sent. All ranks find the same one at fault, if any, and nothing is unpickled then."""
+        """What they sent. If one of them is at fault, all ranks name the same one, and nothing is unpickled."""
         found = [self._opened(_bytes_of(data), sender) for data, sender in zip(packed, senders, strict=True)]
         return [plain.loads(data) if kind == PLAIN else pickle.loads(data) for kind, data in found]
 
@@ -50,7 +50,7 @@ class ObjectCall(NamedTuple):
             return REFUSED + plain.dumps((kind, ""))
         try:
             data = pickle.dumps(obj)
-        except Exception as error:  # of whatever kind: code of the object's own may run
+        except Exception as error:  # of any kind: the object may run code of its own
             return REFUSED + plain.dumps((kind, f"{type(error).__name__}: {error}"))
         if self.trusted or self.seal is None:
             return PICKLED + data
@@ -67,7 +67,7 @@ class ObjectCall(NamedTuple):
         if opened is None:
             raise CommError(
                 f"{self.operation} got something from rank {sender} that is neither plain data nor sealed by this "
-                f"job's key for this call, and did not read it; somebody else may have sent it, or {TOKEN} is not the "
+                f"job's key for this call, and did not read it; someone else may have sent it, or {TOKEN} is not the "
                 f"same on all hosts",
                 (sender,),
             )
@@ -81,8 +81,8 @@ class ObjectCall(NamedTuple):
                 f"or objects that pickle"
             )
         return ConfigError(
-            f"{self.operation}: rank {sender} passed a {kind}, which only a pickle could carry, and a pickle from the "
-            f"network may run anything: without a token nobody can tell who made it. Set {TOKEN} to the same secret on "
+            f"{self.operation}: rank {sender} passed a {kind}, which has to be pickled, and a pickle from the network "
+            f"can run any code: without a token it is not known who made it. Set {TOKEN} to the same secret on "
             f"every host, such as `python -c 'import secrets; print(secrets.token_hex())'` prints, or pass plain data: "
             f"numbers, strings, bytes, tensors on the CPU, and lists, tuples, sets and dicts of those"
         )

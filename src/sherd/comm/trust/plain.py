@@ -1,13 +1,13 @@
-"""Plain data as bytes, and back: unlike a pickle, reading them runs nothing, whoever wrote them.
+"""Plain data as bytes, and back: unlike a pickle, reading it runs no code, whoever wrote it.
 
 Plain are None, bool, int, float, complex, str, bytes, list, tuple, dict, set and frozenset, torch's dtype, device and
-Size, dense tensors on the CPU, and numpy's numbers and arrays of them. They come back as they were, types included:
+Size, dense tensors on the CPU, and numpy's numbers and arrays of them. They come back with their types:
 True is not 1, a tuple is not a list. A tensor comes back contiguous and without `requires_grad`. Subclasses are not
 plain: an enum or a named tuple would need its class.
 
-A value is a letter that says what it is, then its data; sizes are LEB128. Bytes that are nonsense raise `CommError`. No
-size is believed before as many bytes are there, so what is read takes at most about a hundred times the room of its
-bytes (that of a list of empty sets; data of any length take a few times theirs).
+A value is a letter for its type, then its data; sizes are LEB128. Invalid bytes raise `CommError`. No size is trusted
+unless that many bytes are left, so what is read takes at most about a hundred times the memory of its bytes (for a list
+of empty sets; long data takes a few times its own).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_DIMENSIONS = 64
 NUMBERS = "?bBhHiIlLqQefdgFDG"  # numpy's letters for the kinds of numbers
 
 _DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-# The rest are quantised, which takes more than bytes, or have no kernels to copy them.
+# The rest are quantised, which takes more than bytes, or cannot be copied by torch.
 _OF_TENSORS = re.compile(r"torch\.(bool|bfloat16|u?int(8|16|32|64)|float(16|32|64|8_\w+)|complex\d+)")
 _CONSTANTS: dict[Any, bytes] = {None: b"N", True: b"T", False: b"F"}
 _LETTERS: dict[type, bytes] = {list: b"l", tuple: b"t", set: b"S", frozenset: b"Z", torch.Size: b"z"}
@@ -44,21 +44,21 @@ class NotPlain(ConfigError):
 
 
 def dumps(value: Any) -> bytes:
-    """`value` as bytes; `NotPlain` if it is, or holds, something else than plain data."""
+    """`value` as bytes; `NotPlain` if it is, or holds, anything but plain data."""
     out = bytearray()
     _put(out, value, 0)
     return bytes(out)
 
 
 def loads(data: bytes) -> Any:
-    """What `dumps` made bytes of; `CommError` if it did not make these."""
+    """The value that `dumps` turned into `data`; `CommError` if these bytes are not from it."""
     reader = _Reader(data)
     try:
         value = reader.value(0)
         if reader.left:
             raise ValueError(f"{reader.left} bytes too many")
     except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, struct.error) as error:
-        raise CommError(f"{len(data)} bytes that should be plain data are not: {str(error)[:200]}") from error
+        raise CommError(f"{len(data)} bytes are not valid plain data: {str(error)[:200]}") from error
     return value
 
 
@@ -145,7 +145,7 @@ def _put_numpy(out: bytearray, value: Any) -> None:
 
 
 class _Reader:
-    """Reads from `data`. Anything may be in there."""
+    """Reads from `data`, which may hold anything."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -183,7 +183,7 @@ class _Reader:
             return self._tensor(_DTYPES[data.decode()])
         if letter in (b"a", b"n") and data.decode() in tuple(NUMBERS):
             return self._numpy(data.decode(), whole=letter == b"a")
-        raise ValueError(f"nothing begins with {letter!r}")
+        raise ValueError(f"no value begins with {letter!r}")
 
     def _take(self, count: int) -> bytes:
         if count > self.left:
@@ -200,7 +200,7 @@ class _Reader:
             shift += 7
             if byte < 128:
                 break
-        if size > self.left:  # every byte and every item takes one at least
+        if size > self.left:  # every item takes at least one byte
             raise ValueError(f"{size} bytes or items expected, {self.left} bytes are left")
         return size
 

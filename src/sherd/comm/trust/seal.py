@@ -1,9 +1,9 @@
-"""Seals: how ranks tell each other's words from those of a stranger who can write to the same place.
+"""Seals: how ranks tell what another rank wrote from what a stranger wrote to the same place.
 
-A seal is a key that the ranks of a job share. What is written where others could write too (a store, a socket) carries
-an HMAC by it, over the data and over a label that says what they are, so that nothing can be put in another's place.
-The key comes from the job's token: `sherd run` gives its ranks one, and hosts that have to share one find it in
-SHERD_TOKEN, or in the file that SHERD_TOKEN_FILE names.
+A seal is a key that the ranks of a job share. What is written where others can write too (a store, a socket) carries an
+HMAC made with it, over the data and over a label that says what it is, so that nothing can be passed off as something
+else. The key comes from the job's token: `sherd run` gives its ranks one, and several hosts find theirs in SHERD_TOKEN,
+or in the file that SHERD_TOKEN_FILE names.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class Seal:
         self._key = key
 
     def __repr__(self) -> str:
-        return "Seal(...)"  # never the key: it would be found in logs
+        return "Seal(...)"  # never the key: it would end up in logs
 
     def sealed(self, label: str, data: bytes) -> bytes:
         """`data` with its HMAC in front."""
         return self._mac(label, data) + data
 
     def opened(self, label: str, sealed: bytes) -> bytes | None:
-        """The data, or None if they were not sealed with this key under this label."""
+        """The data, or None if it was not sealed with this key under this label."""
         mac, data = sealed[:MAC_BYTES], sealed[MAC_BYTES:]
         return data if hmac.compare_digest(mac, self._mac(label, data)) else None
 
     def derived(self, label: str) -> Seal:
         """A key for one use, from which this one cannot be found."""
-        # In front is what no label's length can be: nobody's seal is ever this key.
+        # It starts with what cannot be the length of a label: no HMAC of `sealed` is ever this key.
         return Seal(hmac.digest(self._key, b"\xff" * 8 + label.encode(), "sha256"))
 
     def _mac(self, label: str, data: bytes) -> bytes:
@@ -49,21 +49,21 @@ class Seal:
 
 
 def seal_of_token() -> Seal | None:
-    """By the token in this process's environment; None where there is none."""
+    """The seal of the token in this process's environment; None without one."""
     named = os.environ.get(TOKEN_FILE, "")
     token = os.environ.get(TOKEN, "") or (read_token(named, f"{TOKEN_FILE}={named!r}") if named else "")
     if not token:
         return None
     if len(token) < SHORTEST:
         raise ConfigError(
-            f"the token in {TOKEN} has {len(token)} characters, and a short one can be guessed; write at least "
+            f"the token in {TOKEN} has {len(token)} characters, which can be guessed; write at least "
             f"{SHORTEST}, such as those that `python -c 'import secrets; print(secrets.token_hex())'` prints"
         )
     return Seal(token.encode()).derived("sherd")
 
 
 def read_token(file: str, named: str) -> str:
-    """The token in a file, which goes by the words `named` in errors."""
+    """The token in a file, which errors call `named`."""
     try:
         token = Path(file).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,8 +1,8 @@
-"""A store whose values are sealed: for gloo, which believes what it finds there.
+"""A store whose values are sealed: for gloo, which trusts whatever it finds there.
 
-gloo writes the addresses of its ranks into a store and reads those of the others, without a look at their form: bytes
-of a stranger end the process by a segmentation fault. Over this store it finds what a rank of this job has written
-under that very key, or an error.
+gloo writes the addresses of its ranks into a store and reads those of the others without checking them: bytes from a
+stranger end in a segmentation fault. Over this store it finds what a rank of this job wrote under that very key, or
+gets an error.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from sherd.errors import CommError
 
 
 class SealedStore(Store):
-    """`store`, with an HMAC by `seal` around each value. Keep it for as long as torch uses it, which
-    holds on to its own half of it only.
+    """`store`, with an HMAC by `seal` around each value. Keep it for as long as torch uses it: torch keeps
+    only the C++ half of it alive.
 
-    Numbers that the server counts (`add`) cannot have one: whoever reaches the store can change them. It has no
-    `clone`, whose Python half nobody would keep: take one of `underlying_store`.
+    Numbers that the server counts (`add`) have no HMAC: whoever reaches the store can change them. There is no
+    `clone`, whose Python half nothing would keep alive: clone `underlying_store`.
     """
 
     def __init__(self, store: Store, seal: Seal) -> None:
@@ -37,13 +37,13 @@ class SealedStore(Store):
         value = self._seal.opened(key, self.underlying_store.get(key))
         if value is None:
             raise CommError(
-                f"what stands under {key!r} in the store of this job was written by somebody else: it does not carry "
-                "the seal of its token. Keep the store's port where only this job's machines reach it"
+                f"the value of {key!r} in the store of this job was written by someone else: it has no seal of the "
+                "job's token. Keep the store's port where only this job's machines can reach it"
             )
         return value
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        """As torch's: what is there afterwards. An empty `expected` is for a key that is not there yet."""
+        """As torch's: returns the value afterwards. An empty `expected` is for a key that does not exist yet."""
         before = self._sealed(key, expected) if expected else b""
         self.underlying_store.compare_set(key, before, self._sealed(key, desired))  # type: ignore[arg-type]
         return self.get(key) if self.underlying_store.check([key]) else _bytes(expected)

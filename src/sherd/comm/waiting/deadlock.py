@@ -1,10 +1,10 @@
-"""Ranks that wait for each other in a circle: one in a message, another in a collective that the first never comes to.
+"""Ranks that wait for each other in a circle: one in a message, another in a collective that the first never reaches.
 
-A rank that really waits takes a *stance*: what it waits for, and how many calls it has made. It makes no other before
-that wait is over. So rank a *needs* rank b if b has made fewer calls than a waits for; and if a needs b, b needs c and
-so on back to a, none of them ever goes on. The stances need not be of one moment. Whoever was the first of a circle to
-go on would have needed a call of the next, which had not made it when it took its stance, and went on later than that.
-So there is no first, and old stances may stay where they are.
+A rank that has waited for a while takes a *stance*: what it waits for, and how many calls it has made. It makes no
+other call before that wait is over. So rank a *needs* rank b if b has made fewer calls than a waits for; and if a needs
+b, b needs c and so on back to a, none of them can ever go on. The stances need not be from the same moment. The first
+rank of a circle to go on would have needed a call of the next one, which had not made it when it took its stance, and
+can only have gone on later. So there is no first, and old stances may be left where they are.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Stance:
     def words(self, name: str, needed: str) -> str:
         """`name` waits for a call of `needed`."""
         what = {COLLECTIVE: f"(call {self.count}), which {needed} has not made"}
-        what |= {RECV: f"for a message that {needed} has not sent", SEND: f"for {needed}, which receives nothing"}
+        what |= {RECV: f"for a message that {needed} has not sent", SEND: f"for {needed}, which has not received it"}
         return f"{name} waits in {self.text} {what[self.kind]}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Stance:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Stance:
-        """From what JSON has made of it."""
+        """From the JSON form of `to_dict`."""
         counts = {name: {int(r): n for r, n in fields[name].items()} for name in ("sends", "recvs")}
         return cls(**{**fields, **counts})
 
@@ -68,6 +68,6 @@ def circle(start: int, stances: Mapping[int, Stance]) -> list[int]:
 
 
 def sides(ranks: list[int], stances: Mapping[int, Stance], names: Sequence[str]) -> list[str]:
-    """Who waits for whom in a circle, by rank: everyone who finds it says the same."""
+    """Who waits for whom in a circle, by rank: every rank that finds it says the same."""
     after = dict(zip(ranks, [*ranks[1:], *ranks[:1]], strict=True))
     return [stances[r].words(names[r], names[after[r]]) for r in sorted(ranks)]

@@ -1,4 +1,4 @@
-"""The words for what goes wrong between ranks: the same on every transport, in errors, warnings and events."""
+"""The text of errors, warnings and events about what goes wrong between ranks: the same on every transport."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sherd.errors import CommError, Diverged, PeerLost, TimedOut
 
 log = logging.getLogger("sherd")
 
-_NOTE = re.compile(r" \[note: ([^\]]*)\]?")  # of `calls.labelled`; a text that is cut off may lack its end
-_TOGETHER = "Every rank must go on for as long as the others: give each as many batches, and let all of them decide "
-_TOGETHER += "together when to leave a loop."
+_NOTE = re.compile(r" \[note: ([^\]]*)\]?")  # from `calls.labelled`; a text that was cut off may lack its end
+_TOGETHER = "All ranks must go on equally long: give each the same number of batches, and have them decide together "
+_TOGETHER += "when to leave a loop."
 
 
 class LinkBroken(RuntimeError):
@@ -36,7 +36,7 @@ def diverged(number: int, sides: Sequence[str], ranks: Sequence[int]) -> Diverge
 
 def deadlocked(sides: Sequence[str], ranks: Sequence[int]) -> Diverged:
     """`sides` say who waits for whom, in which call, and where."""
-    words = f"ranks wait for each other in vain: {_plain('; '.join(sides))}. All ranks must make the same calls in the "
+    words = f"ranks are deadlocked: {_plain('; '.join(sides))}. All ranks must make the same calls in the "
     words += "same order; a recv needs a send on the other rank, and a send needs a recv, before both wait elsewhere."
     return Diverged(_begun([note for side in sides for note in _NOTE.findall(side)], words), tuple(ranks))
 
@@ -44,56 +44,57 @@ def deadlocked(sides: Sequence[str], ranks: Sequence[int]) -> Diverged:
 def lost(ends: Sequence[str], mine: str, ranks: Sequence[int]) -> PeerLost:
     """`ends` say how each lost rank ended, `mine` what this rank was doing."""
     words = _plain(f"{'; '.join(ends)}. {mine}")
-    if any(" left; it " in end for end in ends):  # well, and too early: what it did not do is what went wrong
+    if any(" left; it " in end for end in ends):  # without an error, but too early
         notes = _under_way([mine])
         words = _begun(notes, words) if notes else f"{words}. {_TOGETHER}"
     return PeerLost(words, tuple(ranks))
 
 
-def timed_out(late: Sequence[str], seconds: float, deeds: Sequence[str], ranks: Sequence[int]) -> TimedOut:
-    """`late` names the missing ranks, `deeds` say what every rank last did."""
+def timed_out(late: Sequence[str], seconds: float, activities: Sequence[str], ranks: Sequence[int]) -> TimedOut:
+    """`late` names the missing ranks, `activities` say what every rank last did."""
     who = ", ".join(late) or "a peer"
-    words = _plain(f"{who} did not come within {seconds:.1f} s. {'; '.join(deeds)}")
-    return TimedOut(_begun(_under_way(deeds), words), tuple(ranks))
+    words = _plain(f"{who} did not reach this call within {seconds:.1f} s. {'; '.join(activities)}")
+    return TimedOut(_begun(_under_way(activities), words), tuple(ranks))
 
 
 def lost_early(ends: Mapping[int, str], ranks: Sequence[int] | None = None) -> PeerLost:
-    """`ends` say who ended before there was a communicator, and how."""
+    """`ends` say which ranks ended before there was a communicator, and how."""
     return PeerLost(
         f"{'; '.join(ends.values())} before the ranks were connected", tuple(ends if ranks is None else ranks)
     )
 
 
 def did_not_connect(me: str, stage: str, missing: Mapping[int, int], seconds: float) -> TimedOut:
-    """Ranks `missing`, with their names in the world, or none of them, and still they are not connected."""
+    """`missing` are the ranks that did not arrive, by their number in the world; if there are none, the network is at
+    fault."""
     if missing:
         return TimedOut(
-            f"{me}: ranks {list(missing.values())} did not come to the handshake ({stage!r}) within {seconds:.1f} s. "
-            "All ranks must connect; look at those ranks' own output first.",
+            f"{me}: ranks {list(missing.values())} did not reach the handshake ({stage!r}) within {seconds:.1f} s. "
+            "All ranks must connect; look at the output of those ranks first.",
             tuple(missing),
         )
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    way = f"interface {interface}" if interface else "the interface to which a machine's own name leads"
+    way = f"interface {interface}" if interface else "the interface that a machine's own name resolves to"
     return TimedOut(
-        f"{me}: all ranks have come, but they did not reach each other over {way} within {seconds:.1f} s; set "
-        "GLOO_SOCKET_IFNAME on each machine to the one by which the others reach it"
+        f"{me}: all ranks have arrived, but could not reach each other over {way} within {seconds:.1f} s; set "
+        "GLOO_SOCKET_IFNAME on each machine to the interface on which the others reach it"
     )
 
 
 def wrong_token(me: str, others: Mapping[int, str]) -> CommError:
-    """What stands in the store for `others` was not sealed by this rank's token."""
+    """What the store holds for `others` is not sealed with this rank's token."""
     return CommError(
-        f"{me} cannot believe what stands in the store for {', '.join(others.values())}: it is not sealed with the "
-        "token that this rank has; give all machines the same SHERD_TOKEN",
+        f"{me} does not trust what the store holds for {', '.join(others.values())}: it is not sealed with this "
+        "rank's token; give all machines the same SHERD_TOKEN",
         tuple(others),
     )
 
 
 def warn_late(me: str, late: dict[int, str], seconds: float, call: str, timeout: float) -> None:
     """A warning for each late rank; `late` says who each is and what it last did."""
-    end = "" if math.isinf(timeout) else f" An error comes after {timeout:g} s."
-    for deed in late.values():
-        log.warning("%s has waited %.1f s for %s.%s", me, seconds, _plain(deed), end)
+    end = "" if math.isinf(timeout) else f" It gives up after {timeout:g} s."
+    for activity in late.values():
+        log.warning("%s has waited %.1f s for %s.%s", me, seconds, _plain(activity), end)
     observe.emit("comm.late", ranks=list(late), call=_plain(call), seconds=round(seconds, 3))
 
 
@@ -103,15 +104,15 @@ def emit_fault(error: CommError) -> None:
 
 
 def _plain(words: str) -> str:
-    """The words without the notes in them."""
+    """The text without its notes."""
     return _NOTE.sub("", words)
 
 
-def _under_way(deeds: Sequence[str]) -> list[str]:
+def _under_way(activities: Sequence[str]) -> list[str]:
     """The notes of calls that ranks are in, not of those that they have finished."""
-    return [note for deed in deeds for calls in deed.split(" is in ")[1:] for note in _NOTE.findall(calls)]
+    return [note for each in activities for calls in each.split(" is in ")[1:] for note in _NOTE.findall(calls)]
 
 
 def _begun(notes: Sequence[str], words: str) -> str:
-    """The words with the notes first, each once."""
+    """The text with its notes first, each once."""
     return " ".join([*(f"{note}." for note in dict.fromkeys(notes)), words])

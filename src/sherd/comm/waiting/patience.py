@@ -1,8 +1,8 @@
-"""How long a rank has waited, as far as it could have seen anything happen.
+"""How long a rank has waited, not counting the time in which it was suspended.
 
-A job that is paused as a whole (the lid of a laptop, SIGSTOP) finds on waking that hours have passed, and nobody was
-late. So waits are counted by looks: the time between two of them counts for no more than looks can be apart. A rank
-that is paused alone is still late, by the looks of the others.
+A job that is suspended as a whole (a closed laptop, SIGSTOP) finds on waking that hours have passed, though no rank was
+late. So a stopwatch is read often, and the time between two readings counts for no more than readings can be apart. A
+rank that is suspended alone is still late, by the stopwatches of the others.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-LONGEST = 1.0  # seconds between two looks: a pause, or a machine so busy that the others were late to look as well
+LONGEST = 1.0  # seconds between two readings: more is a suspended job, or a machine so busy that every rank was held up
 
 
-_without_limit = 0  # how many are inside; of the process, as a thread of a communicator's may wait for another
+_without_limit = 0  # how many are inside; per process, as a thread of a communicator may wait for another
 
 
 @contextmanager
 def without_limit() -> Iterator[None]:
-    """Inside, a rank may be as late as it likes: it does what the others asked for, such as a download. One that dies
-    is found all the same."""
+    """Inside, a rank may take as long as it needs: it does something for all of them, such as a download. A rank that
+    dies is noticed all the same."""
     global _without_limit
     _without_limit += 1
     try:
@@ -31,12 +31,12 @@ def without_limit() -> Iterator[None]:
 
 
 def limit(seconds: float) -> float:
-    """After how many seconds a late rank is an error, where `seconds` is the option."""
+    """After how many seconds a late rank is an error, given the option `seconds`."""
     return math.inf if _without_limit else seconds
 
 
 class Stopwatch:
-    """Counts from when it was made. To be looked at far more often than every `longest` seconds."""
+    """Counts from when it was made. To be read far more often than every `longest` seconds."""
 
     __slots__ = ("_last", "_longest", "_seconds")
 
@@ -46,7 +46,7 @@ class Stopwatch:
         self._last = time.monotonic()
 
     def seconds(self) -> float:
-        """Seconds of watching so far; this is a look."""
+        """Seconds so far; this is a reading."""
         now = time.monotonic()
         self._seconds += min(now - self._last, self._longest)
         self._last = now

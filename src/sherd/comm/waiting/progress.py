@@ -1,6 +1,6 @@
-"""Whatever this thread has under way: while it waits for one thing, it does its part of everything else.
+"""Whatever this thread has under way: while it waits for one operation, it does its part of all the others.
 
-Nobody waits in a circle then, over however many communicators. Threads that take turns at one each take part.
+So ranks do not deadlock, over however many communicators. Threads that share a communicator each do this.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _here = threading.local()
 
 
 class Moving(Protocol):
-    """Something with operations under way, and the `lock` of its communicator: who has it may move them."""
+    """Something with operations under way, and the `lock` of its communicator: its holder may move them."""
 
     lock: threading.RLock
 
@@ -22,7 +22,7 @@ class Moving(Protocol):
 
 
 def take_part(moving: Moving) -> None:
-    """Have `moving` moved on by this thread's waits, for as long as somebody else holds it."""
+    """Have this thread's waits move `moving` on, for as long as something else refers to it."""
     _members().add(moving)
 
 
@@ -30,7 +30,7 @@ def move_everything() -> int:
     """Move on whatever this thread has under way; the number of operations that are left."""
     left = 0
     for moving in list(_members()):
-        if moving.lock.acquire(blocking=False):  # else another thread is at it
+        if moving.lock.acquire(blocking=False):  # else another thread is moving it
             try:
                 left += moving.move_all()
             finally:

@@ -17,8 +17,7 @@ _in_the_backend: set[threading.Event] = set()
 
 
 class SideThread(Generic[T]):
-    """Work that waits in the backend, where nobody would notice that it is in vain: on a thread of its own, which is
-    left behind then."""
+    """Work that blocks inside the backend, on a thread of its own, which is abandoned if the work cannot succeed."""
 
     def __init__(self, work: Callable[[], T], name: str) -> None:
         self._work = work
@@ -28,27 +27,27 @@ class SideThread(Generic[T]):
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def attempt(self, seconds: float) -> bool:
-        """Whether it is done, after at most some seconds. Raises what it raised."""
+        """Whether the work is done, after at most `seconds`. Raises what it raised."""
         over = self._over.wait(seconds)
         if over and self._error is not None:
             raise self._error
         return over
 
     def result(self) -> T:
-        """What it gave."""
+        """What the work returned."""
         return self._made.pop()
 
     def _run(self) -> None:
         with inside_the_backend(self._over):
             try:
                 self._made.append(self._work())
-            except BaseException as error:  # it belongs to the rank
+            except BaseException as error:  # for the rank that waits
                 self._error = error
 
 
 @contextmanager
 def inside_the_backend(over: threading.Event) -> Iterator[None]:
-    """For a thread that nobody waits for, while it is in the backend; then it is `over`."""
+    """To be held by a thread while it is in the backend; sets `over` afterwards."""
     _in_the_backend.add(over)
     yield
     _in_the_backend.discard(over)
@@ -56,9 +55,9 @@ def inside_the_backend(over: threading.Event) -> Iterator[None]:
 
 
 @atexit.register
-def _let_them_come_back() -> None:
-    """A thread that comes back from the backend when the interpreter has gone aborts the process. After a fault, the
-    other ranks are about to end as well, and with them what it waits for."""
+def _let_them_return() -> None:
+    """A thread that returns from the backend after the interpreter is gone aborts the process. After a fault, the other
+    ranks are about to end as well, and so is what the thread waits for."""
     deadline = time.monotonic() + AT_EXIT
     for over in list(_in_the_backend):
         over.wait(max(deadline - time.monotonic(), 0))

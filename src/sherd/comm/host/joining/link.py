@@ -29,7 +29,7 @@ _LOOK_EVERY = 0.1
 class Link:
     """The sockets between a leader and the other ranks of its host, used to hand out descriptors.
 
-    `reads_remote` if all of them can read each other's private memory.
+    `reads_remote` says whether all of them can read each other's private memory.
     """
 
     def __init__(
@@ -51,8 +51,7 @@ class Link:
     def share(
         self, label: str, nbytes: int, timeout: float, check: Check = lambda: None, keep: bool = False
     ) -> SharedBlock:
-        """A new block, mapped by every member. Collective. `check` raises if waiting has become pointless; with
-        `keep` the block has a descriptor, too."""
+        """A new block, mapped by every member. Collective. With `keep` the block keeps its descriptor."""
         created = [self._keeper.create(label, nbytes)] if self.is_leader else []
         fds = self._distribute(created, label, timeout, check)
         try:
@@ -64,7 +63,7 @@ class Link:
             os.close(fds[0])
 
     def secret(self, timeout: float, check: Check = lambda: None) -> bytes:
-        """Some bytes that the members know and nobody else. Collective."""
+        """Some bytes that only the members know. Collective."""
         mine = [_memory_file(secrets.token_bytes(32))] if self.is_leader else []
         (fd,) = self._distribute(mine, "secret", timeout, check)
         try:
@@ -73,7 +72,7 @@ class Link:
             os.close(fd)
 
     def watch(self, timeout: float, numbers: Sequence[int], check: Check = lambda: None) -> Peers:
-        """Process handles of the other members; `numbers` are the ranks by which they go. Collective.
+        """Process handles of the other members, by their `numbers`. Collective.
 
         The leader opens them while each socket still proves who is at its other end, so no pid can have been reused.
         """
@@ -113,7 +112,7 @@ class Link:
                 header = json.dumps({"label": label, "fds": len(batch), "last": start + _MAX_FDS >= len(fds)}).encode()
                 socket.send_fds(self._sockets[member], [header], batch)
         except OSError as error:
-            check()  # which may know why
+            check()  # it may know why
             lost = self.cards[self.members.index(member)].name
             raise PeerLost(f"{lost} was gone when {label!r} was handed out: {error}", (member,)) from error
 
@@ -133,7 +132,7 @@ class Link:
                 message = f"rank {self.rank} waited {timeout:g} s for {leader} to share {label!r}"
                 raise TimedOut(message, (self.members[0],)) from error
             except OSError as error:
-                check()  # which may know how it ended
+                check()  # it may know how the leader ended
                 raise PeerLost(f"{leader} was gone before it shared {label!r}: {error}", (self.members[0],)) from error
             if not data:
                 check()
@@ -142,8 +141,8 @@ class Link:
             header = json.loads(data)
             if header["label"] != label:
                 raise CommError(f"rank {self.rank} expected {label!r} from {leader}, got {header['label']!r}")
-            if header["fds"] != len(batch):  # the kernel drops those for which there is no room
-                raise Unsupported(f"rank {self.rank} has no room for more open files; write `ulimit -n 4096` before")
+            if header["fds"] != len(batch):  # the kernel drops those that do not fit
+                raise Unsupported(f"rank {self.rank} cannot open more files; run `ulimit -n 4096` first")
             if header["last"]:
                 return fds
 

@@ -1,7 +1,7 @@
 """Where a rank receives the others of its host: an abstract Unix socket with a random name.
 
-Every user of the machine can see the name and connect. So a thread accepts whoever comes, lest strangers fill the queue
-in which ranks stand, and sends away those whom the kernel says to be another user. Nothing is read from them.
+Every user of the machine can see the name and connect. So a thread accepts every connection, to keep strangers from
+filling the queue, and closes those that the kernel says are from another user. Nothing is read from them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sherd.errors import CommError, PeerLost
 
 _MESSAGE = 1 << 16
 _LOOK_EVERY = 0.05
-PATIENCE = 10.0  # seconds in which a process of this user that has connected says which rank it is
+PATIENCE = 10.0  # seconds that a process of this user has to say which rank it is
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Card:
 
 
 class Reception:
-    """Listens from the beginning, until it is closed."""
+    """Listens from when it is made until it is closed."""
 
     def __init__(self) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -59,8 +59,7 @@ class Reception:
     def await_members(
         self, members: Sequence[int], cards: Sequence[Card], check: Callable[[], None]
     ) -> dict[int, socket.socket]:
-        """The sockets of these ranks. They connect before they say so elsewhere, so none is waited for long; `check`
-        raises if one has ended."""
+        """The sockets of these ranks. They have connected already, so it is quick; `check` raises if one ended."""
         sockets: dict[int, socket.socket] = {}
         while len(sockets) < len(members):
             try:
@@ -78,13 +77,13 @@ class Reception:
                         raise PeerLost(f"{cards[member].name} ended before the ranks were connected", (member,))
             elif who not in members:
                 sock.close()
-                raise CommError(f"{cards[who].name} came to a host it does not belong to; members: {members}")
+                raise CommError(f"{cards[who].name} connected to a host it does not belong to; members: {members}")
             else:
                 sockets[who] = sock
         return sockets
 
     def close(self) -> None:
-        """Nobody else may come."""
+        """Stop accepting connections."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread
         self._listener.close()
@@ -94,13 +93,13 @@ class Reception:
 
 
 def credentials(sock: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end, by the kernel's word."""
+    """Process and user at the other end, according to the kernel."""
     pid, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return pid, user
 
 
 def _introduced(sock: socket.socket) -> int | None:
-    """Which rank a process of this user says to be; None if it has ended instead."""
+    """Which rank a process of this user says it is; None if it has ended instead."""
     sock.settimeout(PATIENCE)
     try:
         said = sock.recv(_MESSAGE)

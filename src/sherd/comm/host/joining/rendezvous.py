@@ -1,12 +1,11 @@
-"""How ranks find out who shares their host, and come to share memory.
+"""How ranks find out which of them share a host.
 
 Every rank listens on an abstract Unix socket with a random name and tells the others that name. A rank's *leader* is
-the lowest rank it can reach that way: abstract names reach exactly as far as one network namespace on one machine, so
-the handshake finds the truth instead of trusting LOCAL_RANK. Ranks with one leader are a *host*. A label overrides it:
-ranks with different labels are on different hosts, so one machine can play several.
+the lowest rank it can reach that way: abstract names are visible exactly inside one network namespace of one machine,
+so this finds the truth instead of trusting LOCAL_RANK. Ranks with the same leader are a *host*. A label overrides it:
+ranks with different labels are on different hosts, so one machine can stand for several.
 
-The leader creates every block and hands out the descriptors over those sockets; both ends check by the kernel's word
-that the other runs as the same user. Nothing is on disk, and nothing is left behind however a rank ends.
+Both ends check with the kernel that the other runs as the same user.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def meet(
 ) -> Meeting:
     """Find out who shares this rank's host. All ranks of `exchange` must call it, with the same options.
 
-    Only ranks with the same `group` meet. `check` raises if waiting for the others has become pointless.
+    Only ranks with the same `group` meet.
     """
     reception = Reception() if unsupported_reason() is None else None
     card = Card(
@@ -84,7 +83,7 @@ def meet(
 
 
 def _check_options(rank: int, cards: list[Card]) -> None:
-    """Ranks with other options would wait for each other in vain. All of them see the same first difference."""
+    """Ranks with different options would be out of sync. All of them see the same first difference."""
     for card in cards:
         for name, value in card.options.items():
             if value != cards[0].options[name]:
@@ -106,7 +105,7 @@ def _find_leader(rank: int, cards: list[Card], groups: list[str]) -> tuple[int, 
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             sock.connect("\0" + card.address)
-            # Another pid than its own means another PID namespace: no handle of its process could be had here.
+            # A pid other than its own means another PID namespace, where no handle of its process can be opened.
             if credentials(sock) == (card.pid, mine.user):
                 sock.send(json.dumps({"rank": rank}).encode())
                 return other, sock

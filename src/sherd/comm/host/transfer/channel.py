@@ -2,7 +2,7 @@
 
 A channel is a short ring of chunks with a flag at each end: *sent*, written by the sender, and *taken*, written by the
 receiver. Messages arrive in the order in which they were sent; each has a header that the receiver compares with what
-it expects. A message in shared memory is lent: only its place travels.
+it expects. A message in shared memory is lent: only its location travels.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Channels:
         self._board.raise_flag(end.sent, reached)
 
     def _check_header(self, o: SteppedOperation | _SmallRecv, end: _End, source: int) -> tuple[Location, int]:
-        """Where a message lies: the place it is lent from, and its first chunk."""
+        """Where a message lies: the location it is lent from, and its first chunk."""
         where = end.header(o.number)
         fingerprint, block, offset, first = _HEADER_WORDS.unpack_from(self._block.memory, where)
         if fingerprint != o.call.fingerprint:

@@ -1,8 +1,8 @@
-"""Small calls, where the time goes into Python and not into bytes.
+"""Small calls, where time is spent in Python and not on bytes.
 
 A contribution that fits a chunk of the small ring needs no stream: one copy in, one flag, one look at each peer's
-header and one operation of torch on views that were made the first time. What goes over the board and through the
-chunks is the same as in a stream, so that a rank may take either way.
+header and one operation of torch on views that are kept from the first time. What is written to the board and the
+chunks is the same as in a stream, so each rank may take either path.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from sherd.comm.host.scheduler import Scheduler
 from sherd.comm.host.transfer.staging import Staging, is_small
 
 Finish = Callable[[list[Tensor], Tensor], None]
-"""finish(parts, target): make the result of what the contributors gave."""
+"""finish(parts, target): make the result from the contributions."""
 
 
 @dataclass(frozen=True, slots=True)
 class SmallPlan:
-    """What does not change from one time a small call is made to the next. Views are listed by staging chunk."""
+    """What stays the same each time a small call is made. Views are listed by staging chunk."""
 
     call: Call
     mine: Sequence[Tensor] | None  # where this rank's contribution goes
@@ -37,7 +37,7 @@ class SmallPlan:
 
 
 class SmallCalls:
-    """Issues small calls and finishes them."""
+    """Issues small calls and completes them."""
 
     def __init__(self, headers: Headers, staging: Staging) -> None:
         self._headers = headers
@@ -60,7 +60,7 @@ class SmallCalls:
     def start(
         self, scheduler: Scheduler, number: int, plan: SmallPlan, site: Site, source: Tensor, target: Tensor
     ) -> Operation | None:
-        """Issue a small call, or None where there is no room at once: the general way waits for it."""
+        """Issue a small call; None if there is no room right now: a stream waits for it."""
         staging = self._staging
         if staging.free_after() or not self._headers.is_free(number):
             return None
@@ -75,7 +75,7 @@ class SmallCalls:
         return o
 
     def finish(self, o: SmallOperation) -> None:
-        """The step that is left when everybody has posted."""
+        """The step that is left when every rank has posted."""
         board, plan = self._board, o.plan
         words, chunks, within = board.words, self._staging.chunks, o.number % HEADERS * HEADER_WORDS
         parts = []

@@ -1,8 +1,8 @@
 """Staging: the chunks through which a rank's private tensors reach its peers.
 
-Each rank has a ring of chunks in a block that all map. A contribution larger than a chunk streams through the ring,
-so memory stays bounded, and chunks stay in the cache between the rank that writes and the ranks that read. A chunk may
-be written again when every rank's done flag has passed what it held.
+Each rank has a ring of chunks in a block that all ranks map. A contribution larger than a chunk streams through the
+ring, so memory is bounded, and chunks stay in the cache between the rank that writes and the ranks that read. A chunk
+may be written again once every rank's done flag has passed what it held.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from sherd.errors import ConfigError
 ALIGNMENT = 64
 
 # Contributions up to this size go whole through a ring of their own: many may be under way at once, while the ring for
-# streams is short. Two chunks in turn stay in the cache from the copy in to the copy out; with eight, an all-gather
+# streams is short. Two alternating chunks stay in the cache from the copy in to the copy out; with eight, an all-gather
 # of 100 MB took a third longer.
 SMALL_BYTES = 1 << 16
 SMALL_CHUNKS = 16
 
 
 def is_small(nbytes: int) -> bool:
-    """Whether contributions of this size take the short way. The same on all ranks."""
+    """Whether contributions of this size take the short path. The same on all ranks."""
     return nbytes <= SMALL_BYTES
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a stream of `numel` elements per piece is cut into chunks that hold one part of every piece."""
+    """How pieces of `numel` elements are cut into chunks, each of which holds one part of every piece."""
 
     elements: int  # of each piece per chunk
     chunks: int
@@ -66,7 +66,7 @@ def _largest_fit(codec: Codec, room: int) -> int:
 
 
 class Staging:
-    """This rank's ring of chunks, and views of everybody's."""
+    """This rank's ring of chunks, and views of every rank's."""
 
     def __init__(self, block: SharedBlock, board: Board, chunk_bytes: int, chunks: int) -> None:
         self.chunk_bytes = chunk_bytes
@@ -76,7 +76,7 @@ class Staging:
         self._words = board.words
         self._done = board.done
         self._free_after = [0] * chunks
-        self._drained = 0  # progress that every rank is known to have passed; small calls read their own chunk too
+        self._drained = 0  # progress that every rank has passed, this one too: small calls read their own chunk
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     @staticmethod

@@ -1,13 +1,13 @@
 """The two movements that every collective of the host transport is made of.
 
 In a *scatter* each rank gives every other rank a different piece; in a *gather* it gives all of them the same one. Both
-stream in chunks: a rank stages chunks ahead of its readers and reads the chunks of all its peers in step. What is done
-with the parts that arrive is the caller's `take`.
+stream in chunks: a rank stages chunks ahead of its readers and reads the chunks of all its peers in step. The caller's
+`take` uses the parts that arrive.
 
-A contribution that lies in shared memory already is *lent*: peers read it where it is, and the operation is complete
-when they have. So is one in private memory that the ring of chunks cannot hold, where ranks can read each other's: a
-rank that could not go on before its readers came loses nothing by waiting for them. What is to be summed is staged all
-the same: it is added straight out of the chunks, and reading it first took a tenth longer.
+A contribution that already lies in shared memory is *lent*: peers read it where it is, and the operation is complete
+when they have. So is one in private memory that the ring of chunks cannot hold, where ranks can read each other's: such
+a rank would have to wait for its readers anyway. What is to be summed is staged all the same: it is added straight out
+of the chunks, and reading it first took a tenth longer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Take = Callable[[int, int, list[Tensor]], None]
 Stage = Callable[[int, int], None]
 """stage(chunk number, index): write the index-th chunk of a contribution."""
 Receive = Callable[[int, int, int], None]
-"""receive(start, stop, index): use elements [start, stop), which are in everybody's index-th chunk."""
+"""receive(start, stop, index): use elements [start, stop), which are in every rank's index-th chunk."""
 Room = Callable[[int, int, int], Tensor]
 """room(rank, start, stop): where these elements of a rank's contribution may be read to."""
 
@@ -65,14 +65,14 @@ class Streams:
         own: Tensor | None = None,
         room: Room | None = None,
     ) -> Steps:
-        """Give rank r elements [r * cut, (r + 1) * cut) of `source`, and take what all gave for this rank.
+        """Give rank r elements [r * cut, (r + 1) * cut) of `source`, and take what all ranks gave for this one.
 
-        `last` unless other movements of the same operation follow. `own` stands for this rank's own part of `source`,
-        which nobody else reads unless it is staged whole or through a codec.
+        `last` unless other movements of the same operation follow. `own` replaces this rank's own part of `source`,
+        which no other rank reads unless it is staged whole or through a codec.
         """
         rank, world = self._rank, self._world
-        # A small contribution is staged whole: one copy costs less than several. Otherwise, without a codec, nobody
-        # reads its own piece, and it needs no room. All movements of an operation use one ring.
+        # A small contribution is staged whole: one copy costs less than several. Otherwise, without a codec, no rank
+        # reads its own piece from a chunk, so that needs no room. All movements of an operation use one ring.
         whole = last and codec is None and is_small(world * cut * source.element_size())
         staging = self._small if whole else self._large
         if whole:
@@ -142,7 +142,7 @@ class Streams:
         yield from self._gather(o, self._large, mine, cut, range(self._world), codec, spread, STAGED, o.used)
 
     def publish(self, o: SteppedOperation, source: Tensor, place: Tensor) -> Steps:
-        """Write `source` into its `place` in a tensor that all ranks share, when none of them still reads the old."""
+        """Write `source` into its `place` in a tensor that all ranks share, once none of them reads the old values."""
         yield from self._announce(o, STAGED, self._small)
         yield from self._meet(o)
         if source.data_ptr() != place.data_ptr():
@@ -153,10 +153,10 @@ class Streams:
     # ---------------------------------------------------------------- their parts
 
     def _lend(self, source: Tensor, codec: Codec | None, private: bool) -> Location:
-        """Where peers can read `source` in place; with `private`, also where it lies in this rank's own memory.
+        """Where peers can read `source` in place; with `private`, possibly in this rank's own memory.
 
-        A small one is staged all the same. A copy costs less than waiting for readers, and an all-reduce in place may
-        write over a small contribution while others read it.
+        A small one is staged all the same: a copy costs less than waiting for readers, and an all-reduce in place may
+        overwrite a small contribution while others read it.
         """
         if codec is not None or is_small(source.numel() * source.element_size()):
             return STAGED
@@ -218,10 +218,10 @@ class Streams:
         first: int = 0,
         last: bool = True,
     ) -> Steps:
-        """Stage chunks ahead of the readers, and receive everybody's in step.
+        """Stage chunks ahead of the readers, and receive every rank's in step.
 
         `first` is the number of chunks that earlier movements of the operation used. Without `stage`, this rank
-        contributes nothing, or what it lends.
+        contributes nothing, or lends its contribution.
         """
         base, count = o.base + first, g.chunks
         if count == 0:
@@ -237,7 +237,7 @@ class Streams:
             while stage and staged < min(count, index + staging.chunks):
                 needed = staging.free_after()
                 if needed and staged > index:
-                    break  # read what has arrived before waiting for room
+                    break  # read what has arrived before waiting for a chunk
                 if needed:
                     yield self._done_by_peers, needed
                 stage(staging.take(base + staged + 1), staged)
@@ -256,7 +256,7 @@ class Streams:
         self._board.raise_flag(self._my_done, base + count)
 
     def _meet(self, o: SteppedOperation, first: int = 0) -> Steps:
-        """Everybody is here, with the same call."""
+        """Wait until every rank is here, with the same call."""
         self._post(o, o.base + first)
         yield self._posted_by_peers, o.base + first
         if o.locations is None:
@@ -302,7 +302,7 @@ class Streams:
     def _read_remote(
         self, o: SteppedOperation, rank: int, element: int, start: int, stop: int, dtype: torch.dtype, room: Room | None
     ) -> Tensor:
-        """A part of what `rank` has in private memory, read from `element` of it to its place."""
+        """A part of what `rank` has in private memory, from `element` of it, read to where it belongs."""
         assert o.locations is not None and self._remote is not None and room is not None
         return self._remote.read(rank, o.locations[rank][1] + element * dtype.itemsize, room(rank, start, stop))
 
@@ -320,5 +320,5 @@ class Streams:
 
 
 def _piece(owner: int, writer: int, codec: Codec | None) -> int:
-    """Where in a chunk of `writer` the piece for `owner` lies: without a codec, its own piece is left out."""
+    """Where the piece for `owner` lies in a chunk of `writer`: without a codec, its own piece is left out."""
     return owner if codec or owner < writer else owner - 1
