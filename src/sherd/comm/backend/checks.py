@@ -1,7 +1,7 @@
 """Checks of what torch passes, before anything is sent: a wrong argument must not break the group.
 
-The communicator checks its own calls. Here are the checks it cannot make: torch's names of reductions, lists of tensors,
-and several calls that are made as one.
+The communicator checks its own calls. Here are the checks it cannot make: torch's names of reductions, lists of
+tensors, and several calls that are made as one.
 """
 
 from __future__ import annotations

@@ -181,9 +181,8 @@ class Group(dist.ProcessGroup):
             return self._pending([comm.recv(t, source, tag) for t in tensors], tensors)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> dist.Work:
-        raise Unsupported(
-            f'rank {self.rank()}: the backend "sherd" cannot receive from any source; write recv(tensor, src=...)'
-        )
+        fix = "write recv(tensor, src=...)"
+        raise Unsupported(f'rank {self.rank()}: the backend "sherd" cannot receive from an unnamed rank; {fix}')
 
     def barrier(self, opts: Any = None) -> dist.Work:
         with self._locked as comm:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
@@ -19,13 +19,18 @@ from sherd.comm.handle import Handle
 from sherd.comm.host.board import CHUNK_BITS
 from sherd.comm.host.memory import PRIVATE
 
-if TYPE_CHECKING:
-    from sherd.comm.host.scheduler import Scheduler
-
 Need = tuple[Sequence[int], int]
 """Flags, and the value all of them must have reached."""
 NOTHING: Need = ((), 0)
 Steps = Generator[Need, None, None]
+
+
+class Completes(Protocol):
+    """A scheduler, as seen from here."""
+
+    def complete(self, operation: Operation) -> None: ...
+
+    def try_complete(self, operation: Operation) -> bool: ...
 
 
 class Operation(Handle):
@@ -35,7 +40,7 @@ class Operation(Handle):
 
     site: Site = (0, 0)  # of a message, and of a collective that is more than one step
 
-    def __init__(self, scheduler: Scheduler, number: int, call: Call) -> None:
+    def __init__(self, scheduler: Completes, number: int, call: Call) -> None:
         self._scheduler = scheduler
         self.number = number
         self.base = number << CHUNK_BITS  # progress when none of its chunks is through
@@ -65,7 +70,7 @@ class SteppedOperation(Operation):
 
     __slots__ = ("locations", "site", "steps", "used")
 
-    def __init__(self, scheduler: Scheduler, number: int, call: Call, site: Site) -> None:
+    def __init__(self, scheduler: Completes, number: int, call: Call, site: Site) -> None:
         super().__init__(scheduler, number, call)
         self.site = site
         self.locations: list[tuple[int, int, int]] | None = None  # of each rank's contribution, once checked
