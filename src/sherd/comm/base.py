@@ -26,6 +26,7 @@ from sherd.comm.checked_call import CheckedCall, Detail, check_call, check_kinds
 from sherd.comm.codec import Codec
 from sherd.comm.counters import Counters
 from sherd.comm.handle import CopyBack, Handle
+from sherd.comm.memo import Memo
 from sherd.comm.trust.objects import ObjectCall
 from sherd.comm.trust.seal import Seal
 from sherd.config import CommOptions
@@ -74,8 +75,8 @@ class Communicator(ABC):
         self.seal: Seal | None = None
         #: To be held for each call and each wait by whoever lets several threads use it. See `use_here`.
         self.lock = threading.RLock()
-        self._checked_calls: dict[tuple[object, ...], CheckedCall] = {}
-        self._agreed: dict[str, Call] = {}
+        self._checked_calls = Memo[tuple[object, ...], CheckedCall]()
+        self._agreed = Memo[str, Call]()
         self.site: Site = (0, 0)  # of the call that is being made
         self._objects = 0  # calls that sent objects
         closing.opened(self)
@@ -199,8 +200,6 @@ class Communicator(ABC):
         self.site = call_site()
         call = self._agreed.get(text)
         if call is None:
-            if len(self._agreed) > 4096:
-                self._agreed.clear()
             call = self._agreed[text] = Call(text.partition("(")[0], text)
         return self.start_barrier(call)
 
@@ -244,7 +243,7 @@ class Communicator(ABC):
 
         Collective.
         """
-        raise Unsupported(f"{self._self()} does not share memory between ranks; check `comm.shares_memory` first")
+        raise self._no_shared_memory()
 
     def backing(self, tensor: Tensor) -> Backing | None:
         """Where a `shared_tensor` is mapped from, so that it can be mapped again; None if no other rank maps it."""
@@ -255,14 +254,14 @@ class Communicator(ABC):
 
         An operation whose input lies in this rank's buffer is read in place by the others: nothing is copied in.
         """
-        raise Unsupported(f"{self._self()} does not share memory between ranks; check `comm.shares_memory` first")
+        raise self._no_shared_memory()
 
     # ---------------------------------------------------------------- groups and life
 
     @property
-    @abstractmethod
     def host(self) -> Communicator:
         """The communicator among the ranks that share memory with this one: those of its host, or it alone."""
+        return self
 
     @property
     def ranks_per_host(self) -> int | None:
@@ -323,8 +322,9 @@ class Communicator(ABC):
 
     # ---------------------------------------------------------------- private
 
-    def _self(self) -> str:
-        return f"rank {self.rank} of {self.world} ({self.transport})"
+    def _no_shared_memory(self) -> Unsupported:
+        me = f"rank {self.rank} of {self.world} ({self.transport})"
+        return Unsupported(f"{me} does not share memory between ranks; check `comm.shares_memory` first")
 
     def _checked(
         self,
@@ -346,8 +346,6 @@ class Communicator(ABC):
             raise
         if checked is None:
             checked = check_call(self, operation, input, output, dtype, codec, detail)
-            if len(self._checked_calls) > 4096:
-                self._checked_calls.clear()  # shapes that change with every call must not pile up
             self._checked_calls[key] = checked
         return checked
 

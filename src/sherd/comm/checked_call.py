@@ -135,11 +135,16 @@ def check_tensor(rank: int, operation: str, tensor: Tensor, dry: bool) -> None:
 
 def refuse_expanded(call: str, output: Tensor) -> None:
     """Refuse an output that torch could not copy the result into."""
-    if any(size > 1 and not stride for size, stride in zip(output.shape, output.stride(), strict=True)):
+    if is_expanded(output):
         raise ConfigError(
             f"the result of {call} cannot be written into an expanded tensor, whose elements share memory; write "
             f"x.contiguous()"
         )
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether several elements of a tensor share memory."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 from sherd.errors import CommClosed, CommError
 
@@ -29,15 +29,7 @@ class _Closed:
 CLOSED: Any = _Closed()
 
 
-class Closable(Protocol):
-    """A communicator, as seen from here."""
-
-    closed: bool
-
-    def close(self, error: BaseException | None = None) -> None: ...
-
-
-_open: weakref.WeakSet[Closable] = weakref.WeakSet()
+_open: weakref.WeakSet[Any] = weakref.WeakSet()  # communicators
 opened = _open.add
 
 

@@ -33,8 +33,7 @@ class Counters:
             count = self.by_operation[operation] = Count()
         count.calls += 1
         if self._agreeing:
-            count.control += payload + control
-            return
+            payload, control = 0, payload + control
         count.payload += payload
         count.control += control
 

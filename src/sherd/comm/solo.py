@@ -26,10 +26,6 @@ class SoloCommunicator(Communicator):
     def __init__(self, options: CommOptions | None = None) -> None:
         super().__init__(0, 1, options or CommOptions())
 
-    @property
-    def host(self) -> Communicator:
-        return self
-
     def shared_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from sherd.comm.base import Communicator
+from sherd.comm.checked_call import is_expanded
 from sherd.comm.summation import BITWISE
 from sherd.errors import ConfigError, Unsupported
 
@@ -102,7 +103,7 @@ def parts(comm: Communicator, operation: str, tensors: Sequence[Tensor], like: T
 def writable(comm: Communicator, operation: str, tensors: Sequence[Tensor]) -> None:
     """Refuse outputs that could not be written once everything is complete."""
     for tensor in tensors:
-        if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if is_expanded(tensor):
             raise ConfigError(
                 f"rank {comm.rank}: {operation} cannot write into an expanded tensor; write output.contiguous()"
             )

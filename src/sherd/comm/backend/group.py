@@ -201,20 +201,13 @@ class Group(dist.ProcessGroup):
     def shutdown(self) -> None:
         self.communicator.close()
 
-    def abort(self) -> None:
-        self.communicator.close()
-
     def rank(self) -> int:
         return self.communicator.rank
 
     def size(self) -> int:
         return self.communicator.world
 
-    def getRank(self) -> int:  # noqa: N802
-        return self.communicator.rank
-
-    def getSize(self) -> int:  # noqa: N802
-        return self.communicator.world
+    abort, getRank, getSize = shutdown, rank, size  # noqa: N815
 
     def getBackendName(self) -> str:  # noqa: N802
         return "sherd"

@@ -27,7 +27,7 @@ from sherd.comm.base import Communicator
 from sherd.comm.c10d.handle import C10dHandle
 from sherd.comm.c10d.lanes import Lane, LaneOperation, close_lanes
 from sherd.comm.c10d.slices import Slices, Steps, as_bytes
-from sherd.comm.c10d.watchdog import MOVE_EVERY, TakeStance, Watchdog, no_stance
+from sherd.comm.c10d.watchdog import MOVE_EVERY, TakeStance, Watchdog
 from sherd.comm.c10d.wire import COME_BACK, LINGER, Transfer, Wire, over_group
 from sherd.comm.calls import Call, Site, call_site
 from sherd.comm.closing import unusable
@@ -133,7 +133,7 @@ class C10dCommunicator(Communicator):
         attempt: Callable[[float], bool],
         ranks: Sequence[int],
         slow: Callable[[], Sequence[int]] = tuple,
-        stance: TakeStance = no_stance,
+        stance: TakeStance = lambda: None,
     ) -> None:
         """`Watchdog.watch`; what it raises is the end of this communicator."""
         with self._breaking():
@@ -308,7 +308,7 @@ class C10dCommunicator(Communicator):
         with self._breaking():
             message = call.operation in self._messages
             deed = self._watchdog.enter(self._number, call.made_at(self.site), message)
-        return partial(self._watchdog.finish, deed)
+        return partial(self._watchdog.activity.finish, deed)
 
     def _agree(self, call: Call) -> None:
         """All ranks make this call, or all of them get an error."""
@@ -351,12 +351,10 @@ class C10dCommunicator(Communicator):
         """A failure leaves ranks out of sync, so this communicator can no longer be used."""
         try:
             yield
-        except CodecFailed as error:
-            self._break(str(error))
-            self._watchdog.report(error)
-            raise
         except CommError as error:
             self._break(str(error))
+            if isinstance(error, CodecFailed):  # of which the others do not know
+                self._watchdog.report(error)
             raise
         except RuntimeError as error:
             fault = self._watchdog.explain(error, range(self.world))

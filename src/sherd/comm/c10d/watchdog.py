@@ -47,10 +47,6 @@ TakeStance = Callable[[], Stance | None]
 """What this rank waits for, if others could be waiting for it in a circle."""
 
 
-def no_stance() -> None:
-    return None
-
-
 class Watchdog:
     """Watches the peers of one rank. `peers` are the processes it can see itself, those of its own host. Collective."""
 
@@ -81,7 +77,7 @@ class Watchdog:
         self._owner: int | None = threading.get_ident()  # the thread that makes the calls; None once others do too
         self._news: CommError | None = None  # what another rank has reported while this one was busy
         self._beat_every = min(PUBLISH_EVERY, options.warn_seconds / 3)
-        self._activity = Activity(self._notes, rank, names, self._beat_every, self._lock)
+        self.activity = Activity(self._notes, rank, names, self._beat_every, self._lock)
         self._stop = threading.Event()
         # By a weak reference: the thread must not keep alive what nothing else refers to.
         arguments = (weakref.ref(self), self._stop, self._beat_every)
@@ -90,15 +86,12 @@ class Watchdog:
     # ---------------------------------------------------------------- what this rank does
 
     def enter(self, number: int, text: str, message: bool = False) -> dict[str, Any]:
-        """Note a call, to be given to `finish`. `number` counts the collectives: it shows which ranks are behind."""
+        """Note a call. `number` counts the collectives: it shows which ranks are behind."""
         if self._news is not None:
             raise type(self._news)(str(self._news), self._news.ranks)  # a new one: its traceback holds the caller
         if threading.get_ident() != self._owner:
-            self._owner = self._activity.stance = None  # another thread may do what this one waits for
-        return self._activity.enter(number, text, message)
-
-    def finish(self, entered: dict[str, Any]) -> None:
-        self._activity.finish(entered)
+            self._owner = self.activity.stance = None  # another thread may do what this one waits for
+        return self.activity.enter(number, text, message)
 
     def use_here(self) -> None:
         """The calls now come from this thread; threads take turns."""
@@ -115,7 +108,7 @@ class Watchdog:
         """Say that this rank has left. A forked child says nothing: the rank itself is still there."""
         if not self._stop.is_set() and os.getpid() == self._pid:
             self._stop.set()
-            self._activity.leave()
+            self.activity.leave()
             self._notes.mark("left")
             with self._lock:
                 self._peers.close()
@@ -124,7 +117,7 @@ class Watchdog:
 
     # ---------------------------------------------------------------- waiting
 
-    def wait(self, work: dist.Work, stance: TakeStance = no_stance) -> None:
+    def wait(self, work: dist.Work, stance: TakeStance = lambda: None) -> None:
         """Complete a collective."""
 
         def attempt(seconds: float) -> bool:
@@ -145,7 +138,7 @@ class Watchdog:
         attempt: Callable[[float], bool],
         needed: Sequence[int],
         slow: Callable[[], Sequence[int]] = tuple,
-        stance: TakeStance = no_stance,
+        stance: TakeStance = lambda: None,
     ) -> None:
         """Repeat `attempt(seconds)` until it is True, for as long as the `needed` ranks may still do their part.
 
@@ -168,15 +161,15 @@ class Watchdog:
             if (gone or self._reported()) and not attempt(PATIENCE):
                 raise self._reported() or self._lost(gone)
             if not listened:
-                listened = bool(self._activity.read())  # from now on it shows who is silent
+                listened = bool(self.activity.read())  # from now on it shows who is silent
             waited = waiting.seconds()
             if waited > circle_at:
                 circle_at = max(waited + CIRCLE_EVERY, 1.5 * waited)
                 self._look_for_a_circle(stance())
             if waited > limit(self._options.timeout):
-                raise self._timed_out(waited, self._activity.missing(needed) or slow())
+                raise self._timed_out(waited, self.activity.missing(needed) or slow())
             if waited > warn_at:
-                self._warn(waited, self._activity.missing(needed) or slow())
+                self._warn(waited, self.activity.missing(needed) or slow())
                 warn_at = 2 * waited
 
     # ---------------------------------------------------------------- what may have gone wrong
@@ -192,14 +185,14 @@ class Watchdog:
             dead = [*self._peers.dead(), *self._guard.dead()]
         if not dead and (not needed or not self._notes.marked("left")):
             return []
-        left = {r: activity for r, activity in self._activity.read().items() if activity["left"]}
+        left = {r: activity for r, activity in self.activity.read().items() if activity["left"]}
         owing = [r for r, activity in left.items() if r in needed and self._owes(activity)]
         return [r for r in range(len(self._names)) if r in owing or (r in dead and r not in left)]
 
     def _owes(self, activity: dict[str, Any]) -> bool:
         """Whether a rank that has left did not do its part of the collective that this one is in. If it did, what it
         sent may still be on a slow network."""
-        mine = self._activity.mine
+        mine = self.activity.mine
         return not mine.get("call") or activity["number"] < mine["number"] or not activity.get("through")
 
     def explain(self, error: RuntimeError, needed: Sequence[int]) -> CommError:
@@ -215,21 +208,21 @@ class Watchdog:
                 return reported
             if gone:
                 return self._lost(gone)
-            self._activity.read()
+            self.activity.read()
             time.sleep(0.05)
-        peers = peers or self._activity.silent(needed) or self._activity.missing(needed)
+        peers = peers or self.activity.silent(needed) or self.activity.missing(needed)
         who = ", ".join(self._names[r] for r in peers) or "a peer"
         end = f"the connection to {who} was lost: {str(error).splitlines()[0]}"
-        return self.report(faults.lost([end], "; ".join(self._activity.everyone()), peers))
+        return self.report(faults.lost([end], "; ".join(self.activity.everyone()), peers))
 
     def _look_for_a_circle(self, mine: Stance | None) -> None:
         """Take the stance, if only the waiting thread makes this rank's calls, and raise if it is in a circle."""
         if mine is None or self._owner != threading.get_ident():
             return
-        self._activity.stance = mine
+        self.activity.stance = mine
         if mine.kind == COLLECTIVE:  # a circle has a message in it: the rank that waits for that will report it
             return
-        known = self._activity.read().items()
+        known = self.activity.read().items()
         stances = {r: Stance.from_dict(activity["stance"]) for r, activity in known if activity.get("stance")}
         stances[self._rank] = mine
         if ranks := circle(self._rank, stances):
@@ -237,30 +230,30 @@ class Watchdog:
             raise self.report(faults.deadlocked(sides, sorted(ranks)))
 
     def _lost(self, ranks: Sequence[int]) -> CommError:
-        known = self._activity.read()
+        known = self.activity.read()
         ends = []
         for r in ranks:
             left = known.get(r, {}).get("left")
             with self._lock:
                 end = "left" if left else self._peers.how_it_ended(r) if r in self._peers else "ended"
-            ends.append(f"{self._names[r]} {end}; it {self._activity.text(r)}")
-        return self.report(faults.lost(ends, f"{self._names[self._rank]} {self._activity.text(self._rank)}", ranks))
+            ends.append(f"{self._names[r]} {end}; it {self.activity.text(r)}")
+        return self.report(faults.lost(ends, f"{self._names[self._rank]} {self.activity.text(self._rank)}", ranks))
 
     def _timed_out(self, seconds: float, missing: Sequence[int]) -> CommError:
         late = [self._names[r] for r in missing]
-        return self.report(faults.timed_out(late, seconds, self._activity.everyone(), missing))
+        return self.report(faults.timed_out(late, seconds, self.activity.everyone(), missing))
 
     def _warn(self, seconds: float, missing: Sequence[int]) -> None:
-        late = {r: f"{self._names[r]}; it {self._activity.text(r)}" for r in missing}
+        late = {r: f"{self._names[r]}; it {self.activity.text(r)}" for r in missing}
         most = limit(self._options.timeout)
-        faults.warn_late(self._names[self._rank], late, seconds, self._activity.mine["text"], most)
+        faults.warn_late(self._names[self._rank], late, seconds, self.activity.mine["text"], most)
 
     # ---------------------------------------------------------------- beats
 
     def beat(self) -> None:
         """What is done now and then, whatever this rank is busy with: publish its activity, and look for faults."""
-        self._activity.tick()
-        self._activity.publish()
+        self.activity.tick()
+        self.activity.publish()
         self.seek()
         self._news = self._news or self._reported()
         if self._news is None and (gone := self._gone([])) and self._notes.answers():  # so it is known who has left

@@ -11,6 +11,7 @@ different calls never get each other's data, and their headers show the differen
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from sherd.comm.c10d.slices import EXCHANGE_BYTES, as_bytes
 from sherd.comm.c10d.wire import Transfer, Wire
-from sherd.comm.cluster.buffer_pool import BufferPool
 from sherd.comm.codec import Codec, decoded, encode
 from sherd.comm.summation import combine
 from sherd.comm.waiting.faults import LinkBroken
@@ -29,6 +29,8 @@ from sherd.layout.tree import SummationTree
 
 TAGS = 2
 """How many an operation has: the pieces of a large exchange alternate."""
+KEPT_BUFFERS = 16  # two for each reduction: a host's sums, and those of the others
+LARGE_ENOUGH = 1 << 16  # bytes; the allocator itself reuses smaller ones
 
 
 class Message:
@@ -52,6 +54,30 @@ class Message:
 
 
 Steps = Generator[Message, None, None]
+
+
+class BufferPool:
+    """The last few buffers that a rank or its lane gave back: touching new pages costs as much as sending what they
+    hold."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor, not initialised."""
+        nbytes = numel * dtype.itemsize
+        with self._lock:
+            for index, kept in enumerate(self._kept):
+                if nbytes <= kept.numel() <= 2 * nbytes:
+                    return self._kept.pop(index)[:nbytes].view(dtype)
+        return torch.empty(numel, dtype=dtype)
+
+    def give_back(self, tensor: Tensor) -> None:
+        whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        if whole.numel() >= LARGE_ENOUGH:
+            with self._lock:
+                self._kept = [*self._kept[1 - KEPT_BUFFERS :], whole]
 
 
 class Column:

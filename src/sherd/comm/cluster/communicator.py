@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -17,14 +17,11 @@ from torch import Tensor
 
 from sherd.comm.base import Backing, Communicator
 from sherd.comm.c10d.communicator import HEADER_BYTES, C10dCommunicator
-from sherd.comm.c10d.lanes import Lane
 from sherd.comm.c10d.wire import Wire
 from sherd.comm.calls import Call, Site, call_site
-from sherd.comm.cluster.across import Across, Column, Steps
-from sherd.comm.cluster.buffer_pool import BufferPool
+from sherd.comm.cluster.across import Across, BufferPool, Column, Steps
 from sherd.comm.cluster.crossing import Crossing, close_column
-from sherd.comm.cluster.failure_state import FailureState
-from sherd.comm.cluster.pipeline import ALL, ClusterOperation, Phase, Pipeline, ToldMessage
+from sherd.comm.cluster.pipeline import ALL, ClusterOperation, FailureState, Phase, Pipeline, ToldMessage
 from sherd.comm.codec import Codec, wire_bytes
 from sherd.comm.handle import Handle
 from sherd.comm.host.communicator import HostCommunicator
@@ -67,7 +64,7 @@ class ClusterCommunicator(Communicator):
         self._pipeline = Pipeline(self._failure_state, self.lock)
         self._number = 0
         # Called by close(), when nothing refers to this communicator any more, or at the end of the process.
-        self._leave = weakref.finalize(self, _leave, os.getpid(), self._crossing.lane, column)
+        self._leave = weakref.finalize(self, close_column, os.getpid(), self._crossing.lane, column)
 
     @classmethod
     def over(
@@ -232,7 +229,7 @@ class ClusterCommunicator(Communicator):
             blocks = source.view(self._hosts, -1)
             return [
                 self._inside.start_all_to_all(call, b, takes[h] if h == self._mine else rows[h])
-                for h, b in _each(blocks)
+                for h, b in enumerate(blocks)
             ]
 
         payload = (self._hosts - 1) * wire_bytes(rows[0].numel(), source)
@@ -265,7 +262,7 @@ class ClusterCommunicator(Communicator):
         """This host's sums of the slices of this rank's column: row h of `sums` for that of host h."""
         width = self._locals * sums.shape[1]
         handles = []
-        for h, row in _each(sums):
+        for h, row in enumerate(sums):
             block = source[h * width : (h + 1) * width]
             if block.numel() < width:
                 block = torch.cat([block, block.new_zeros(width - block.numel())])
@@ -275,17 +272,14 @@ class ClusterCommunicator(Communicator):
 
     def _gather_inside(self, call: Call, target: Tensor) -> Sequence[Handle]:
         """Every rank of this host has filled in its column of `target`."""
-        if self._shares(target):
+        if isinstance(self._inside, HostCommunicator) and self._inside.shares(target):
             return [self._again.start_barrier(call)]
         mine, blocks = self._column_of(target), target.view(self._hosts, -1)
-        return [self._again.start_all_gather(call, mine[h], block, None) for h, block in _each(blocks)]
+        return [self._again.start_all_gather(call, mine[h], block, None) for h, block in enumerate(blocks)]
 
     def _column_of(self, target: Tensor) -> list[Tensor]:
         """The slices of this rank's column, one per host."""
         return list(target.view(self._hosts, self._locals, -1)[:, self._inside.rank])
-
-    def _shares(self, target: Tensor) -> bool:
-        return isinstance(self._inside, HostCommunicator) and self._inside.shares(target)
 
     # ---------------------------------------------------------------- issuing and waiting
 
@@ -304,21 +298,16 @@ class ClusterCommunicator(Communicator):
         site, number = self.site, self._number
         done = self._begin(call, payload)
 
-        def start_inside() -> Sequence[Handle]:
-            return self._started(self._inside, site, inside)
-
-        def start_across() -> Sequence[Handle]:
-            return [self._crossing.start(call, site, number, cross)]
-
-        def start_again() -> Sequence[Handle]:
-            assert again is not None
-            return self._started(self._again, site, again)
-
         def finished() -> None:
             finish()
             done()
 
-        phases = [start_inside, start_across, *([start_again] if again else [])]
+        phases: list[Phase] = [
+            partial(self._started, self._inside, site, inside),
+            lambda: [self._crossing.start(call, site, number, cross)],
+        ]
+        if again is not None:
+            phases.append(partial(self._started, self._again, site, again))
         return self._pipeline.issue(ClusterOperation(self._pipeline, phases, finished, reading))
 
     def _started(self, part: Inside, site: Site, phase: Phase) -> Sequence[Handle]:
@@ -346,16 +335,6 @@ class ClusterCommunicator(Communicator):
             return ToldMessage(start(call, tensor, peer), self._pipeline)
 
 
-def _leave(pid: int, lane: Lane, column: Wire) -> None:
-    """Release the column. The parts of the communicator do so themselves, and say goodbye."""
-    if os.getpid() == pid:
-        close_column(lane, column)
-
-
 def _undivided(op: str) -> str:
     """What is computed inside a host: a mean is divided only at the end."""
     return "sum" if op == "mean" else op
-
-
-def _each(rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-    return enumerate(rows.unbind())

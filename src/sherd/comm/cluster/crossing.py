@@ -6,6 +6,7 @@ it goes on while the rank computes.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -90,10 +91,12 @@ class Crossing:
             self._flat.compare(list(zip(self._column.ranks, headers, strict=True)))
 
 
-def close_column(lane: Lane, wire: Wire) -> None:
-    """Release the column's connections, once what is on its lane has had a moment to get through."""
-    close_lanes([lane], 0.0 if wire.faulty else LINGER, wire.break_off, COME_BACK)
-    wire.close()
+def close_column(pid: int, lane: Lane, wire: Wire) -> None:
+    """Release the column of process `pid`, once the operations on its lane have had a moment to complete. The other
+    parts of the communicator release what they have themselves, and say goodbye."""
+    if os.getpid() == pid:
+        close_lanes([lane], 0.0 if wire.faulty else LINGER, wire.break_off, COME_BACK)
+        wire.close()
 
 
 def _tag(call: Call, number: int) -> int:

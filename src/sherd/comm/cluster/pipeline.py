@@ -3,6 +3,8 @@
 An operation inside a cluster has up to three *phases*: inside the host, across the network, and inside the host again.
 A phase is started when the one before it is complete, and only after all earlier operations have started theirs: so
 in each phase the operations run in the order in which they were issued, on every rank, whatever is waited for first.
+
+A failure in one part of a cluster communicator is the end of the whole: `FailureState`.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from torch import Tensor
 
-from sherd.comm.cluster.failure_state import FailureState
+from sherd.comm.closing import unusable
 from sherd.comm.handle import Handle
 from sherd.comm.waiting.progress import take_part
+from sherd.errors import CommError
 
 ALL = sys.maxsize
 Phase = Callable[[], Sequence[Handle]]
@@ -86,6 +90,35 @@ class ToldMessage(Handle):
     def done(self) -> bool:
         with self._pipeline.failing():
             return self._inner.done()
+
+
+class Part(Protocol):
+    """A communicator that can tell its other ranks of a failure they cannot see."""
+
+    def fail(self, error: CommError) -> None: ...
+
+
+class FailureState:
+    """Why a communicator can no longer be used, and the parts that have to be told."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._broken: str | None = None
+
+    def check(self) -> None:
+        if self._broken is not None:
+            raise unusable(self._broken)
+
+    def close(self) -> None:
+        self._broken = self._broken or "it was closed"
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the ranks that wait in other parts what went wrong."""
+        if self._broken is None:
+            fault = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
+            self._broken = str(fault)
+            for part in self._parts:
+                part.fail(fault)
 
 
 class Pipeline:

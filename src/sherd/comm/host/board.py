@@ -15,11 +15,16 @@ import os
 import struct
 import time
 from enum import IntEnum
+from typing import TypeVar
 
 from sherd.comm.calls import Call, Site
 from sherd.comm.host import futex
 from sherd.comm.host.memory import SharedBlock, round_up
+from sherd.comm.waiting import faults
 from sherd.config import flag_from_env
+from sherd.errors import CommError
+
+E = TypeVar("E", bound=CommError)
 
 CHUNK_BITS = 24
 HEADERS = 64  # operations a rank may be ahead of the slowest reader
@@ -177,6 +182,12 @@ class Board:
             if not futex.STORES_IN_ORDER:
                 futex.fence()
             self._states[self.rank] = state
+
+    def reported(self, error: E, state: State) -> E:
+        """`error`, after the other ranks have been told of it."""
+        self.leave_word(state, str(error))
+        faults.emit_fault(error)
+        return error
 
     def failures(self) -> dict[int, tuple[State, str]]:
         """Ranks that left or failed, and what they said."""

@@ -19,31 +19,22 @@ from sherd.comm.closing import CLOSED
 from sherd.comm.codec import Codec, wire_bytes
 from sherd.comm.handle import Handle
 from sherd.comm.host.board import Board, State, spins_pay
-from sherd.comm.host.headers import Headers
 from sherd.comm.host.joining.link import Link
 from sherd.comm.host.joining.rendezvous import meet
 from sherd.comm.host.memory import PAGE, Location, SharedBlock, SharedMemory, round_up
-from sherd.comm.host.operation import Operation, SteppedOperation, Steps
+from sherd.comm.host.operation import Headers, Operation, SteppedOperation, Steps
 from sherd.comm.host.remote_reader import RemoteReader
 from sherd.comm.host.scheduler import Scheduler
+from sherd.comm.host.transfer import results
 from sherd.comm.host.transfer.channel import Channels
-from sherd.comm.host.transfer.results import (
-    concatenate,
-    copy_first,
-    ignoring,
-    keep_target,
-    reduce_whole,
-    reducing,
-    room_in,
-    spreading,
-)
 from sherd.comm.host.transfer.small import Finish, SmallCalls, SmallPlan
 from sherd.comm.host.transfer.staging import SMALL_BYTES, SMALL_CHUNKS, Staging, is_small
 from sherd.comm.host.transfer.streams import Streams
 from sherd.comm.host.waiting import Waiter
 from sherd.comm.meeting.peers import Peers
+from sherd.comm.memo import Memo
 from sherd.comm.solo import SoloCommunicator
-from sherd.comm.summation import cut_for, one_phase
+from sherd.comm.summation import combine, cut_for, one_phase
 from sherd.comm.waiting.progress import take_part
 from sherd.config import CommOptions
 from sherd.errors import CommError
@@ -80,8 +71,8 @@ class HostCommunicator(Communicator):
         self._check = check
         self._all = range(world)
         self._number = 0
-        self._shared_calls: dict[tuple[Call, Location], Call] = {}
-        self._plans: dict[Call, SmallPlan | None] = {}
+        self._shared_calls = Memo[tuple[Call, Location], Call](MAX_PLANS)
+        self._plans = Memo[Call, SmallPlan | None](MAX_PLANS)
         self._memory: SharedMemory = beside._memory if beside else SharedMemory()
         self.counters = beside.counters if beside else self.counters
         self._board = Board(self._share("board", Board.nbytes(world)), rank, world)
@@ -107,10 +98,6 @@ class HostCommunicator(Communicator):
         _note_the_exit()
 
     # ---------------------------------------------------------------- shared memory, groups and life
-
-    @property
-    def host(self) -> Communicator:
-        return self
 
     def shares(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in a `shared_tensor`."""
@@ -195,26 +182,27 @@ class HostCommunicator(Communicator):
     def start_reduce_scatter(
         self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None, own: Tensor | None = None
     ) -> Handle:
-        cut = target.numel()
+        cut, tree = target.numel(), self.tree
         self._count(call, (self.world - 1) * wire_bytes(cut, source, codec))
         if codec is not None or is_small(source.numel() * source.element_size()):
             self._put_own(source, own)
             own = None
         if codec is None:
-            small = self._start_small(call, source, target, cut, self._all, lambda: reduce_whole(self.tree, op))
+            finish: Finish = lambda parts, out: combine(tree, parts, out, op)  # noqa: E731
+            small = self._start_small(call, source, target, cut, self._all, finish)
             if small is not None:
                 return small
-        o = self._new(call)
-        return self._issue(o, self._streams.scatter(o, source, cut, codec, reducing(self.tree, target, op), own=own))
+        o, reduce = self._new(call), results.reducing(tree, target, op)
+        return self._issue(o, self._streams.scatter(o, source, cut, codec, reduce, own=own))
 
     def start_all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
         cut = target.numel() // self.world
         self._count(call, (self.world - 1) * wire_bytes(cut, source))
-        small = self._start_small(call, source, target, cut, self._all, lambda: concatenate)
+        small = self._start_small(call, source, target, cut, self._all, results.concatenate)
         if small is not None:
             return small
         o = self._new(call)
-        take, room = spreading(target, cut), room_in(source, target, cut)
+        take, room = results.spreading(target, cut), results.room_in(source, target, cut)
         return self._issue(o, self._streams.scatter(o, source, cut, None, take, room=room))
 
     def start_all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
@@ -226,11 +214,11 @@ class HostCommunicator(Communicator):
             return self._issue(o, self._streams.publish(o, source, target[self.rank * cut : (self.rank + 1) * cut]))
         self._count(call, (self.world - 1) * wire_bytes(cut, source, codec))
         if codec is None:
-            small = self._start_small(call, source, target, cut, self._all, lambda: concatenate)
+            small = self._start_small(call, source, target, cut, self._all, results.concatenate)
             if small is not None:
                 return small
         o = self._new(call)
-        take, room = spreading(target, cut), room_in(source, target, cut)
+        take, room = results.spreading(target, cut), results.room_in(source, target, cut)
         return self._issue(o, self._streams.gather(o, source, cut, self._all, codec, take, room))
 
     def start_publish(self, call: Call, source: Tensor, target: Tensor) -> Handle:
@@ -244,7 +232,8 @@ class HostCommunicator(Communicator):
     def start_broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
         numel, receives = target.numel(), self.rank != root
         self._count(call, 0 if receives else (self.world - 1) * wire_bytes(numel, target))
-        small = self._start_small(call, target, target, numel, (root,), lambda: copy_first if receives else keep_target)
+        finish = results.copy_first if receives else results.keep_target
+        small = self._start_small(call, target, target, numel, (root,), finish)
         if small is not None:
             return small
 
@@ -252,33 +241,31 @@ class HostCommunicator(Communicator):
             if receives and parts[0].data_ptr() != target[start:stop].data_ptr():
                 target[start:stop].copy_(parts[0])
 
-        o = self._new(call)
-        return self._issue(o, self._streams.gather(o, target, numel, (root,), None, take, room_in(target, target, 0)))
+        o, room = self._new(call), results.room_in(target, target, 0)
+        return self._issue(o, self._streams.gather(o, target, numel, (root,), None, take, room))
 
     def start_all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
-        numel = source.numel()
+        numel, tree = source.numel(), self.tree
         if one_phase(numel * source.element_size(), codec):
             self._count(call, (self.world - 1) * wire_bytes(numel, source))
-            small = self._start_small(call, source, target, numel, self._all, lambda: reduce_whole(self.tree, op))
+            finish: Finish = lambda parts, out: combine(tree, parts, out, op)  # noqa: E731
+            small = self._start_small(call, source, target, numel, self._all, finish)
             if small is not None:
                 return small
-            o = self._new(call)
-            return self._issue(
-                o, self._streams.gather(o, source, numel, self._all, None, reducing(self.tree, target, op))
-            )
+            o, reduce = self._new(call), results.reducing(tree, target, op)
+            return self._issue(o, self._streams.gather(o, source, numel, self._all, None, reduce))
         cut = cut_for(numel, self.world, codec)
         self._count(call, (self.world - 1) * (wire_bytes(cut, source, codec) + wire_bytes(cut, target, codec)))
         mine = target[self.rank * cut : (self.rank + 1) * cut]
-        o = self._new(call)
-        reduce, spread = reducing(self.tree, mine, op), spreading(target, cut)
+        o, reduce, spread = self._new(call), results.reducing(tree, mine, op), results.spreading(target, cut)
         return self._issue(o, self._streams.scatter_gather(o, source, mine, cut, codec, reduce, spread))
 
     def start_barrier(self, call: Call) -> Handle:
         self._count(call, 0)
-        o = self._start_small(call, _EMPTY, _EMPTY, 0, (), lambda: keep_target)
+        o = self._start_small(call, _EMPTY, _EMPTY, 0, (), results.keep_target)
         if o is None:
             stepped = self._new(call)
-            o = self._issue(stepped, self._streams.gather(stepped, _EMPTY, 0, (), None, ignoring))
+            o = self._issue(stepped, self._streams.gather(stepped, _EMPTY, 0, (), None, results.ignoring))
         o.result = _EMPTY
         return o
 
@@ -307,20 +294,12 @@ class HostCommunicator(Communicator):
         return self._scheduler.issue(operation)
 
     def _start_small(
-        self,
-        call: Call,
-        source: Tensor,
-        target: Tensor,
-        cut: int,
-        contributors: Sequence[int],
-        finish: Callable[[], Finish],
+        self, call: Call, source: Tensor, target: Tensor, cut: int, contributors: Sequence[int], finish: Finish
     ) -> Operation | None:
         """Take the short path, if the contribution is small and there is room for it."""
         if call not in self._plans:
-            if len(self._plans) > MAX_PLANS:
-                self._plans.clear()
             numel, dtype = source.numel(), source.dtype
-            self._plans[call] = self._small_calls.plan(call, numel, dtype, cut, contributors, finish())
+            self._plans[call] = self._small_calls.plan(call, numel, dtype, cut, contributors, finish)
         plan = self._plans[call]
         if plan is None:
             return None
@@ -335,13 +314,11 @@ class HostCommunicator(Communicator):
         """The same call, naming its output if ranks share that: they must agree on which one it is."""
         if not self.shares(target):
             return call
-        place = self._memory.find(target)
-        shared = self._shared_calls.get((call, place))
+        location = self._memory.find(target)
+        shared = self._shared_calls.get((call, location))
         if shared is None:
-            if len(self._shared_calls) > MAX_PLANS:
-                self._shared_calls.clear()
-            text = f"{call.text} into shared tensor {place[0]} at byte {place[1]}"
-            shared = self._shared_calls[call, place] = Call(call.operation, text)
+            text = f"{call.text} into shared tensor {location[0]} at byte {location[1]}"
+            shared = self._shared_calls[call, location] = Call(call.operation, text)
         return shared
 
 

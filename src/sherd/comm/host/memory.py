@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sherd.comm.base import Backing
+from sherd.comm.memo import Memo
 
 PAGE = mmap.PAGESIZE
 
@@ -98,7 +99,7 @@ class SharedMemory:
         self._starts: list[int] = []  # their addresses, ascending
         self._by_address: list[int] = []  # their numbers in that order
         self._common: list[bool] = []  # by number, including those that are gone
-        self._views: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
+        self._views = Memo[tuple[int, int, int, torch.dtype], Tensor]()
 
     def add(self, block: SharedBlock, common: bool, owner: memoryview | None = None) -> None:
         """Register a block; `common` if all ranks use it as one tensor, not as a buffer each. This rank's tensors in it
@@ -125,7 +126,8 @@ class SharedMemory:
             at = self._by_address.index(number)
             assert self._starts[at] == block.address
             del self._by_address[at], self._starts[at]
-            self._views = {key: view for key, view in self._views.items() if key[0] != number}
+            for key in [key for key in self._views if key[0] == number]:
+                del self._views[key]
 
     def find(self, tensor: Tensor) -> Location:
         if self._blocks and tensor.is_cpu:
@@ -151,15 +153,9 @@ class SharedMemory:
         key = (*place, numel, dtype)
         view = self._views.get(key)
         if view is None:
-            if len(self._views) > 4096:
-                self._views.clear()
             view = self._views[key] = self._blocks[place[0]].tensor(place[1], numel, dtype)
         return view
 
     def forget(self) -> None:
-        self._blocks.clear()
-        self._owners.clear()
-        self._starts.clear()
-        self._by_address.clear()
-        self._common.clear()
-        self._views.clear()
+        for each in (self._blocks, self._owners, self._starts, self._by_address, self._common, self._views):
+            each.clear()

@@ -10,7 +10,6 @@ from sherd.comm.host.board import CHUNK_BITS, Board, State
 from sherd.comm.host.operation import Operation
 from sherd.comm.waiting import deadlock, faults
 from sherd.comm.waiting.deadlock import COLLECTIVE, RECV, SEND, Stance
-from sherd.errors import Diverged
 
 Made = tuple[int, list[int], list[int]]
 """Calls of a rank: its last collective, and its messages to and from every rank."""
@@ -53,13 +52,8 @@ class Stances:
         stances = {r: stance for r in range(board.world) if (stance := self._read(r)) is not None}
         ranks = deadlock.circle(board.rank, stances)
         if ranks:
-            raise self._diverged(sorted(ranks), deadlock.sides(ranks, stances, self._names))
-
-    def _diverged(self, ranks: Sequence[int], sides: Sequence[str]) -> Diverged:
-        error = faults.deadlocked(sides, [self._numbers[r] for r in ranks])
-        self._board.leave_word(State.DIVERGED, str(error))
-        faults.emit_fault(error)
-        return error
+            sides = deadlock.sides(ranks, stances, self._names)
+            raise board.reported(faults.deadlocked(sides, [self._numbers[r] for r in sorted(ranks)]), State.DIVERGED)
 
     def _read(self, rank: int) -> Stance | None:
         board, words = self._board, self._board.words

@@ -7,7 +7,7 @@ warning that names it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from sherd.comm.closing import CLOSED_MEANWHILE
 from sherd.comm.host.board import Board, State
@@ -28,6 +28,12 @@ LOOK_EVERY = 0.05
 LOOK_EVERY_BUSY = 0.001
 # How long a rank sleeps before it takes a stance, and how often it then looks for a deadlock.
 CIRCLE_EVERY = 0.25
+
+_ERRORS: dict[State, type[CommError]] = {
+    State.DIVERGED: Diverged,
+    State.LOST_PEER: PeerLost,
+    State.TIMED_OUT: TimedOut,
+}
 
 
 class Waiter:
@@ -138,45 +144,33 @@ class Waiter:
             failures = {r: said for r, said in self._board.failures().items() if r != self._board.rank}
             silent = [r for r in silent if r not in failures]
         if silent:
-            ends = [self._activity_of(r, self._peers.how_it_ended(r)) for r in silent]
-            return self._report(State.LOST_PEER, faults.lost(ends, self._mine(), [self._numbers[r] for r in silent]))
+            return self._lost({r: self._peers.how_it_ended(r) for r in silent})
         for rank, (state, text) in failures.items():
-            if state == State.LEFT and (rank in missing or text):
-                end = self._activity_of(rank, f"left after {text}" if text else "left")
-                return self._report(State.LOST_PEER, faults.lost([end], self._mine(), (self._numbers[rank],)))
-            if state == State.FAILED:
-                end = self._activity_of(rank, f"failed with {text}")
-                return self._report(State.LOST_PEER, faults.lost([end], self._mine(), (self._numbers[rank],)))
-            if state == State.DIVERGED:
-                return Diverged(text, (self._numbers[rank],))
-            if state == State.LOST_PEER:
-                return PeerLost(f"{self._names[rank]} reports: {text}", (self._numbers[rank],))
-            if state == State.TIMED_OUT:
-                return TimedOut(f"{self._names[rank]} reports: {text}", (self._numbers[rank],))
+            if state == State.FAILED or (state == State.LEFT and (rank in missing or text)):
+                verb = "failed with" if state == State.FAILED else "left after"
+                return self._lost({rank: f"{verb} {text}" if text else "left"})
+            if state in _ERRORS:
+                words = text if state == State.DIVERGED else f"{self._names[rank]} reports: {text}"
+                return _ERRORS[state](words, (self._numbers[rank],))
         return None
+
+    def _lost(self, ends: Mapping[int, str]) -> CommError:
+        words, me = [self._activity_of(rank, end) for rank, end in ends.items()], self._board.rank
+        mine = f"{self._names[me]} {self._board.last_activity(me)}"
+        error = faults.lost(words, mine, [self._numbers[rank] for rank in ends])
+        return self._board.reported(error, State.LOST_PEER)
 
     def _timed_out(self, missing: Sequence[int], seconds: float) -> CommError:
         late = [self._names[r] for r in missing]
-        deeds = [f"{name} {self._board.last_activity(r)}" for r, name in enumerate(self._names)]
-        return self._report(
-            State.TIMED_OUT, faults.timed_out(late, seconds, deeds, [self._numbers[r] for r in missing])
-        )
+        activities = [f"{name} {self._board.last_activity(r)}" for r, name in enumerate(self._names)]
+        error = faults.timed_out(late, seconds, activities, [self._numbers[r] for r in missing])
+        return self._board.reported(error, State.TIMED_OUT)
 
     def _warn(self, missing: Sequence[int], seconds: float) -> None:
         late = {self._numbers[r]: self._activity_of(r) for r in missing}
         call = self._board.last_activity(self._board.rank)
         faults.warn_late(self._names[self._board.rank], late, seconds, call, limit(self._options.timeout))
 
-    def _report(self, state: State, error: CommError) -> CommError:
-        """Tell the others; the first report of a rank stands."""
-        self._board.leave_word(state, str(error))
-        faults.emit_fault(error)
-        return error
-
     def _activity_of(self, rank: int, end: str = "") -> str:
         name = f"{self._names[rank]} {end}" if end else self._names[rank]
         return f"{name}; it {self._board.last_activity(rank)}"
-
-    def _mine(self) -> str:
-        me = self._board.rank
-        return f"{self._names[me]} {self._board.last_activity(me)}"

@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -62,8 +61,11 @@ class Handshake:
         self._come: dict[int, Hello] = {}
         self._asked: Stopwatch | None = None  # since a rank was asked whether it is still there
         self._forged: list[int] = []  # ranks whose notes carry a wrong seal
-        with self._giving_up():
+        try:
             self.hellos = self._say_hello(Hello(world_ranks[rank], self.guard.door, _way(store)))
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
 
     # ---------------------------------------------------------------- together
 
@@ -128,14 +130,6 @@ class Handshake:
         elif self.guard.door:
             self._notes.leave(f"through/{self.rank}", True)
         self.close()
-
-    @contextmanager
-    def _giving_up(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
 
     def _give_up(self, error: BaseException) -> None:
         if not isinstance(error, CommError):  # which was reported already, or comes from a report

@@ -96,9 +96,8 @@ def told(interface: Interface | None) -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop(IFNAME, None)
-        else:
+        os.environ.pop(IFNAME, None)
+        if before is not None:
             os.environ[IFNAME] = before
 
 

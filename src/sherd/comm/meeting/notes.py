@@ -24,117 +24,6 @@ LAUNCHERS = "sherd/launch/fault"
 """Where `sherd run` says which of its ranks failed, for ranks and launchers on other hosts that wait for it."""
 FORGED = object()
 """Stands for a note that is not sealed with this key."""
-
-
-class Notes:
-    """The notes of some ranks in their store. `seal` may be replaced by another; without one, notes are plain JSON."""
-
-    def __init__(self, store: Store, seal: Seal | None) -> None:
-        self.seal = seal
-        # A connection of its own: it must not wait behind others that use the store for long.
-        try:
-            own: Any = store.clone() if hasattr(store, "clone") else store
-        except DistError as error:
-            raise CommError(f"the connection to the store of this job is lost: {error}") from error
-        self._lists = own.has_extended_api()
-        self._inquiry = Inquiry(own)
-        self._ask, self._tell = self._inquiry.ask, self._inquiry.tell
-
-    def leave(self, key: str, value: Any) -> None:
-        """Leave a note, which replaces an earlier one."""
-        data = self._sealed(key, value)
-        self._tell(lambda store: store.set(key, data))
-
-    def leave_newest(self, key: str, make: Callable[[], Any]) -> None:
-        """Leave what `make` returns at the time of writing, so that a newer note is never replaced by an older one."""
-        self._tell(lambda store: store.set(key, self._sealed(key, make())))
-
-    def leave_first(self, key: str, value: Any) -> None:
-        """Leave a note unless there is one already."""
-        data = self._sealed(key, value)
-
-        def write(store: Any) -> None:
-            there = store.compare_set(key, b"", data)
-            if there != data and self._opened(key, there) is FORGED:
-                store.set(key, data)
-
-        self._tell(write)
-
-    def sign(self, key: str, number: int) -> None:
-        """Add a number to a list that all ranks add to. It is a hint where to look, and has no seal."""
-        if self._lists:
-            self._tell(lambda store: store.append(key, f"{number} "))
-
-    def signed(self, key: str, most: int) -> set[int]:
-        """The numbers below `most` in such a list; all of them where a store has no lists."""
-        if not self._lists:
-            return set(range(most))
-        listed: bytes = self._ask(lambda store: store.check([key]) and store.get(key)) or b""
-        return {int(word) for word in listed.split() if word.isdigit() and len(word) < 10 and int(word) < most}
-
-    def find(self, key: str) -> Any:
-        """What a note says, or None if there is none."""
-        return self._ask(lambda store: self._read(store, key))
-
-    def find_some(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Those of these notes that are there."""
-        wanted = list(keys)
-        whole = self.find_all(wanted)  # two questions are enough if all of them are there
-        found = zip(wanted, whole, strict=True) if whole else ((key, self.find(key)) for key in wanted)
-        return {key: value for key, value in found if value is not None and value is not FORGED}
-
-    def find_all(self, keys: list[str]) -> list[Any] | None:
-        """What these notes say, `FORGED` for one that is not sealed with this key; None until all are there."""
-        found: list[bytes] = self._ask(lambda store: store.check(keys) and store.multi_get(keys))
-        return [self._opened(key, data) for key, data in zip(keys, found, strict=True)] if found else None
-
-    def missing(self, keys: Sequence[str]) -> list[str]:
-        """The keys without a note."""
-        absent: list[str] = self._ask(lambda store: [key for key in keys if not store.check([key])])
-        return absent or []
-
-    def mark(self, key: str) -> None:
-        """Leave a mark without text or seal: it only tells when to look for notes."""
-        self._tell(lambda store: store.set(key, b"1"))
-
-    def marked(self, key: str) -> bool:
-        """Whether someone left this mark."""
-        return bool(self._ask(lambda store: store.check([key])))
-
-    def answers(self) -> bool:
-        """Whether the store answers."""
-        return self._ask(lambda _: True) is True
-
-    def silent_for(self) -> float:
-        """Seconds since it stopped answering."""
-        return self._inquiry.silent_for()
-
-    @property
-    def gone(self) -> bool:
-        """Whether the store has ended."""
-        return self._inquiry.gone
-
-    def close(self) -> None:
-        self._inquiry.close()
-
-    def _read(self, store: Any, key: str) -> Any:
-        if not store.check([key]):
-            return None
-        value = self._opened(key, store.get(key))
-        return None if value is FORGED else value
-
-    def _sealed(self, key: str, value: Any) -> bytes:
-        data = json.dumps(value).encode()
-        return data if self.seal is None else self.seal.sealed(key, data)
-
-    def _opened(self, key: str, data: bytes) -> Any:
-        opened = data if self.seal is None else self.seal.opened(key, data)
-        try:
-            return FORGED if opened is None else json.loads(opened)
-        except (ValueError, RecursionError):  # anyone could write it
-            return FORGED
-
-
 LIMIT = 0.5  # seconds; an answer takes less than a millisecond
 
 
@@ -186,6 +75,102 @@ class Inquiry:
         if self._open is None or self._open.answered.is_set():
             return 0.0
         return time.monotonic() - self._open.since
+
+
+class Notes(Inquiry):
+    """The notes of some ranks in their store. `seal` may be replaced by another; without one, notes are plain JSON."""
+
+    def __init__(self, store: Store, seal: Seal | None) -> None:
+        self.seal = seal
+        # A connection of its own: it must not wait behind others that use the store for long.
+        try:
+            own: Any = store.clone() if hasattr(store, "clone") else store
+        except DistError as error:
+            raise CommError(f"the connection to the store of this job is lost: {error}") from error
+        self._lists = own.has_extended_api()
+        super().__init__(own)
+
+    def leave(self, key: str, value: Any) -> None:
+        """Leave a note, which replaces an earlier one."""
+        data = self._sealed(key, value)
+        self.tell(lambda store: store.set(key, data))
+
+    def leave_newest(self, key: str, make: Callable[[], Any]) -> None:
+        """Leave what `make` returns at the time of writing, so that a newer note is never replaced by an older one."""
+        self.tell(lambda store: store.set(key, self._sealed(key, make())))
+
+    def leave_first(self, key: str, value: Any) -> None:
+        """Leave a note unless there is one already."""
+        data = self._sealed(key, value)
+
+        def write(store: Any) -> None:
+            there = store.compare_set(key, b"", data)
+            if there != data and self._opened(key, there) is FORGED:
+                store.set(key, data)
+
+        self.tell(write)
+
+    def sign(self, key: str, number: int) -> None:
+        """Add a number to a list that all ranks add to. It is a hint where to look, and has no seal."""
+        if self._lists:
+            self.tell(lambda store: store.append(key, f"{number} "))
+
+    def signed(self, key: str, most: int) -> set[int]:
+        """The numbers below `most` in such a list; all of them where a store has no lists."""
+        if not self._lists:
+            return set(range(most))
+        listed: bytes = self.ask(lambda store: store.check([key]) and store.get(key)) or b""
+        return {int(word) for word in listed.split() if word.isdigit() and len(word) < 10 and int(word) < most}
+
+    def find(self, key: str) -> Any:
+        """What a note says, or None if there is none."""
+        return self.ask(lambda store: self._read(store, key))
+
+    def find_some(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Those of these notes that are there."""
+        wanted = list(keys)
+        whole = self.find_all(wanted)  # two questions are enough if all of them are there
+        found = zip(wanted, whole, strict=True) if whole else ((key, self.find(key)) for key in wanted)
+        return {key: value for key, value in found if value is not None and value is not FORGED}
+
+    def find_all(self, keys: list[str]) -> list[Any] | None:
+        """What these notes say, `FORGED` for one that is not sealed with this key; None until all are there."""
+        found: list[bytes] = self.ask(lambda store: store.check(keys) and store.multi_get(keys))
+        return [self._opened(key, data) for key, data in zip(keys, found, strict=True)] if found else None
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """The keys without a note."""
+        absent: list[str] = self.ask(lambda store: [key for key in keys if not store.check([key])])
+        return absent or []
+
+    def mark(self, key: str) -> None:
+        """Leave a mark without text or seal: it only tells when to look for notes."""
+        self.tell(lambda store: store.set(key, b"1"))
+
+    def marked(self, key: str) -> bool:
+        """Whether someone left this mark."""
+        return bool(self.ask(lambda store: store.check([key])))
+
+    def answers(self) -> bool:
+        """Whether the store answers."""
+        return self.ask(lambda _: True) is True
+
+    def _read(self, store: Any, key: str) -> Any:
+        if not store.check([key]):
+            return None
+        value = self._opened(key, store.get(key))
+        return None if value is FORGED else value
+
+    def _sealed(self, key: str, value: Any) -> bytes:
+        data = json.dumps(value).encode()
+        return data if self.seal is None else self.seal.sealed(key, data)
+
+    def _opened(self, key: str, data: bytes) -> Any:
+        opened = data if self.seal is None else self.seal.opened(key, data)
+        try:
+            return FORGED if opened is None else json.loads(opened)
+        except (ValueError, RecursionError):  # anyone could write it
+            return FORGED
 
 
 class _Question:

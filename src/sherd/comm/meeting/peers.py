@@ -46,11 +46,8 @@ class Peers:
         if status is None:
             return "ended"
         if os.WIFSIGNALED(status):
-            number = os.WTERMSIG(status)
-            try:
-                return f"was killed by {signal.Signals(number).name}"
-            except ValueError:
-                return f"was killed by signal {number}"
+            number, names = os.WTERMSIG(status), {each.value: each.name for each in signal.Signals}
+            return f"was killed by {names.get(number, f'signal {number}')}"
         return f"exited with code {os.WEXITSTATUS(status)}"
 
     def renumbered(self, numbers: dict[int, int]) -> Peers:

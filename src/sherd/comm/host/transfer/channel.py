@@ -21,6 +21,7 @@ from sherd.comm.host.board import Board, State, progress
 from sherd.comm.host.memory import STAGED, Location, SharedBlock, SharedMemory
 from sherd.comm.host.operation import Operation, SteppedOperation, Steps
 from sherd.comm.host.scheduler import Scheduler
+from sherd.comm.memo import Memo
 from sherd.comm.waiting import faults
 from sherd.errors import Diverged
 
@@ -71,8 +72,8 @@ class Channels:
         self._scheduler = scheduler
         self._names = names
         self._numbers = numbers
-        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        self._texts: dict[tuple[Call, Site], bytes] = {}
+        self._views = Memo[tuple[int, int, torch.dtype], Tensor](1024)
+        self._texts = Memo[tuple[Call, Site], bytes](1024)
         self._used = False
         me, world = board.rank, board.world
         self._out = [self._end(me, r) for r in range(world)]
@@ -170,8 +171,6 @@ class Channels:
     def _write_header(self, end: _End, number: int, call: Call, site: Site, lent: Location) -> None:
         text = self._texts.get((call, site))
         if text is None:
-            if len(self._texts) > 1024:
-                self._texts.clear()
             text = self._texts[(call, site)] = call.made_at(site).encode()[: _TEXT_BYTES - 1]
         where = end.header(number)
         _HEADER.pack_into(self._block.memory, where, call.fingerprint, lent[0] + 1, lent[1], end.written, text)
@@ -194,8 +193,6 @@ class Channels:
         key = (offset, like.numel(), like.dtype)
         view = self._views.get(key)
         if view is None:
-            if len(self._views) > 1024:
-                self._views.clear()
             view = self._views[key] = self._block.tensor(*key)
         return view
 
@@ -216,9 +213,7 @@ class Channels:
             f"{self._names[source]} called {text.rstrip(bytes(1)).decode(errors='replace')}",
         ]
         error = faults.diverged(o.number, sides, (self._numbers[me], self._numbers[source]))
-        self._board.leave_word(State.DIVERGED, str(error))
-        faults.emit_fault(error)
-        return error
+        return self._board.reported(error, State.DIVERGED)
 
 
 class _SmallRecv(Operation):

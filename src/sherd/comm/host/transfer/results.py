@@ -1,7 +1,7 @@
 """What a collective does with the parts that arrive.
 
-A `Take` is called with each part of a stream, a `Finish` with the whole of a small call; a `Room` says where parts may
-be read to without a detour.
+A `Take` is called with each part of a stream, a `Finish` with the parts of a small call; a `Room` says where a part may
+be read to directly.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sherd.comm.host.transfer.small import Finish
 from sherd.comm.host.transfer.streams import Room, Take
 from sherd.comm.summation import combine
 from sherd.layout.tree import SummationTree
@@ -47,10 +46,6 @@ def room_in(source: Tensor, target: Tensor, cut: int) -> Room | None:
     if source.dtype != target.dtype:
         return None
     return lambda rank, start, stop: target[rank * cut + start : rank * cut + stop]
-
-
-def reduce_whole(tree: SummationTree, op: str) -> Finish:
-    return lambda parts, target: combine(tree, parts, target, op)
 
 
 def concatenate(parts: list[Tensor], target: Tensor) -> None:

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from sherd.comm.calls import Call, Site
 from sherd.comm.host.board import HEADER_WORDS, HEADERS
-from sherd.comm.host.headers import Headers
 from sherd.comm.host.memory import STAGED
-from sherd.comm.host.operation import Operation
+from sherd.comm.host.operation import Headers, Operation
 from sherd.comm.host.scheduler import Scheduler
 from sherd.comm.host.transfer.staging import Staging, is_small
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from sherd.comm.codec import Codec
 from sherd.comm.host.board import Board
 from sherd.comm.host.memory import SharedBlock, round_up
+from sherd.comm.memo import Memo
 from sherd.errors import ConfigError
 
 ALIGNMENT = 64
@@ -77,7 +78,7 @@ class Staging:
         self._done = board.done
         self._free_after = [0] * chunks
         self._drained = 0  # progress that every rank has passed, this one too: small calls read their own chunk
-        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._views = Memo[tuple[int, int, torch.dtype], Tensor]()
 
     @staticmethod
     def nbytes(world: int, chunk_bytes: int, chunks: int) -> int:
@@ -109,7 +110,5 @@ class Staging:
         key = (start, numel, dtype)
         view = self._views.get(key)
         if view is None:
-            if len(self._views) > 4096:
-                self._views.clear()
             view = self._views[key] = self.block.tensor(start, numel, dtype)
         return view

@@ -20,11 +20,11 @@ from torch import Tensor
 from sherd.comm.calls import Call
 from sherd.comm.codec import Codec, decoded, encode
 from sherd.comm.host.board import HEADERS, progress
-from sherd.comm.host.headers import Headers
 from sherd.comm.host.memory import PRIVATE, STAGED, Location, SharedMemory
-from sherd.comm.host.operation import SteppedOperation, Steps
+from sherd.comm.host.operation import Headers, SteppedOperation, Steps
 from sherd.comm.host.remote_reader import RemoteReader
 from sherd.comm.host.transfer.staging import Geometry, Staging, is_small
+from sherd.comm.memo import Memo
 
 Take = Callable[[int, int, list[Tensor]], None]
 """take(start, stop, parts): use elements [start, stop) of what each contributor gave."""
@@ -50,7 +50,7 @@ class Streams:
         self._posted_by_peers, self._done_by_peers = headers.posted_by_peers, headers.done_by_peers
         self._my_posted, self._my_done = headers.my_posted, headers.my_done
         self._remote = remote
-        self._geometries: dict[tuple[Call, int, int, bool], Geometry] = {}
+        self._geometries = Memo[tuple[Call, int, int, bool], Geometry]()
 
     # ---------------------------------------------------------------- movements
 
@@ -312,8 +312,6 @@ class Streams:
         key = (call, pieces, itemsize, staging is self._small)
         geometry = self._geometries.get(key)
         if geometry is None:
-            if len(self._geometries) > 4096:
-                self._geometries.clear()
             geometry = Geometry.fit(numel, pieces, staging.chunk_bytes, itemsize, codec)
             self._geometries[key] = geometry
         return geometry
