@@ -104,7 +104,6 @@ def labelled(text: str, note: str = "") -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del _labels[thread]
-        else:
+        del _labels[thread]
+        if before is not None:
             _labels[thread] = before

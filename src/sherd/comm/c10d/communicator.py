@@ -27,7 +27,7 @@ from sherd.comm.base import Communicator
 from sherd.comm.c10d.handle import C10dHandle
 from sherd.comm.c10d.lanes import Lane, LaneOperation, close_lanes
 from sherd.comm.c10d.slices import Slices, Steps, as_bytes
-from sherd.comm.c10d.watchdog import MOVE_EVERY, TakeStance, Watchdog
+from sherd.comm.c10d.watchdog import MOVE_EVERY, Attempt, Slow, TakeStance, Watchdog
 from sherd.comm.c10d.wire import COME_BACK, LINGER, Transfer, Wire, over_group
 from sherd.comm.calls import Call, Site, call_site
 from sherd.comm.closing import unusable
@@ -129,11 +129,7 @@ class C10dCommunicator(Communicator):
         return self._begin(call, 0)
 
     def watch(
-        self,
-        attempt: Callable[[float], bool],
-        ranks: Sequence[int],
-        slow: Callable[[], Sequence[int]] = tuple,
-        stance: TakeStance = lambda: None,
+        self, attempt: Attempt, ranks: Sequence[int], slow: Slow = tuple, stance: TakeStance = lambda: None
     ) -> None:
         """`Watchdog.watch`; what it raises is the end of this communicator."""
         with self._breaking():
@@ -266,7 +262,7 @@ class C10dCommunicator(Communicator):
         return handle
 
     def _message(self, call: Call, payload: int, peer: int, steps: Callable[[], Iterator[Transfer]]) -> Handle:
-        def watch(attempt: Callable[[float], bool]) -> None:
+        def watch(attempt: Attempt) -> None:
             def attempt_and_move(seconds: float) -> bool:
                 # The peer may be waiting for this rank's part of something else before it sends.
                 return attempt(MOVE_EVERY if move_everything() else seconds)

@@ -43,6 +43,10 @@ SEEK_EVERY, SEEK = 0.005, 40
 CIRCLE_EVERY = 0.5  # seconds before the first search for a circle; later ones are further apart
 
 
+Attempt = Callable[[float], bool]
+"""attempt(seconds): whether something is complete, after at most that long."""
+Slow = Callable[[], Sequence[int]]
+"""The ranks whose data is on its way, once all ranks have reached a call."""
 TakeStance = Callable[[], Stance | None]
 """What this rank waits for, if others could be waiting for it in a circle."""
 
@@ -134,17 +138,9 @@ class Watchdog:
         self.watch(attempt, range(len(self._names)), stance=stance)
 
     def watch(
-        self,
-        attempt: Callable[[float], bool],
-        needed: Sequence[int],
-        slow: Callable[[], Sequence[int]] = tuple,
-        stance: TakeStance = lambda: None,
+        self, attempt: Attempt, needed: Sequence[int], slow: Slow = tuple, stance: TakeStance = lambda: None
     ) -> None:
-        """Repeat `attempt(seconds)` until it is True, for as long as the `needed` ranks may still do their part.
-
-        Once all ranks have reached the call, `slow` knows whose data is on its way. `stance` is what this rank waits
-        for.
-        """
+        """Repeat `attempt(seconds)` until it is True, for as long as the `needed` ranks may still do their part."""
         waiting = Stopwatch()
         listened = False
         warn_at, circle_at = self._options.warn_seconds, 0.0

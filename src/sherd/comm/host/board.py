@@ -22,7 +22,7 @@ from sherd.comm.host import futex
 from sherd.comm.host.memory import SharedBlock, round_up
 from sherd.comm.waiting import faults
 from sherd.config import flag_from_env
-from sherd.errors import CommError
+from sherd.errors import CommError, Diverged, PeerLost, TimedOut
 
 E = TypeVar("E", bound=CommError)
 
@@ -49,6 +49,9 @@ class State(IntEnum):
     LOST_PEER = 3
     TIMED_OUT = 4
     FAILED = 5
+
+
+ERRORS = {State.DIVERGED: Diverged, State.LOST_PEER: PeerLost, State.TIMED_OUT: TimedOut}
 
 
 class Board:

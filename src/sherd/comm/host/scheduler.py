@@ -13,14 +13,14 @@ from collections.abc import Sequence
 
 from sherd.comm.closing import CLOSED, unusable
 from sherd.comm.host import futex
-from sherd.comm.host.board import CHUNK_BITS, Board, State
+from sherd.comm.host.board import CHUNK_BITS, ERRORS, Board, State
 from sherd.comm.host.operation import Operation
 from sherd.comm.host.waiting import Waiter
 from sherd.comm.waiting.progress import move_everything, take_part
 from sherd.errors import CommClosed, CommError, Diverged, PeerLost, TimedOut
 
 _KNOWN_TO_OTHERS = (CommClosed, Diverged, PeerLost, TimedOut)  # they were told, or see it themselves
-_STATES = {Diverged: State.DIVERGED, PeerLost: State.LOST_PEER, TimedOut: State.TIMED_OUT}
+_STATES = {error: state for state, error in ERRORS.items()}
 
 
 class Scheduler:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from sherd.comm.closing import CLOSED_MEANWHILE
-from sherd.comm.host.board import Board, State
+from sherd.comm.host.board import ERRORS, Board, State
 from sherd.comm.host.operation import Operation
 from sherd.comm.host.stances import Made, Stances
 from sherd.comm.meeting.peers import Peers
@@ -18,7 +18,7 @@ from sherd.comm.waiting import faults
 from sherd.comm.waiting.deadlock import COLLECTIVE
 from sherd.comm.waiting.patience import Stopwatch, limit
 from sherd.config import CommOptions
-from sherd.errors import CommClosed, CommError, Diverged, PeerLost, TimedOut
+from sherd.errors import CommClosed, CommError
 
 # Each takes about 40 ns, so this is about 1 ms: longer than a peer needs for the next chunk of a stream.
 # With a tenth of it, repeats of a 100 MB all-reduce on a noisy machine gave medians of 19 to 27 ms instead of 19 to 21.
@@ -28,12 +28,6 @@ LOOK_EVERY = 0.05
 LOOK_EVERY_BUSY = 0.001
 # How long a rank sleeps before it takes a stance, and how often it then looks for a deadlock.
 CIRCLE_EVERY = 0.25
-
-_ERRORS: dict[State, type[CommError]] = {
-    State.DIVERGED: Diverged,
-    State.LOST_PEER: PeerLost,
-    State.TIMED_OUT: TimedOut,
-}
 
 
 class Waiter:
@@ -149,9 +143,9 @@ class Waiter:
             if state == State.FAILED or (state == State.LEFT and (rank in missing or text)):
                 verb = "failed with" if state == State.FAILED else "left after"
                 return self._lost({rank: f"{verb} {text}" if text else "left"})
-            if state in _ERRORS:
+            if state in ERRORS:
                 words = text if state == State.DIVERGED else f"{self._names[rank]} reports: {text}"
-                return _ERRORS[state](words, (self._numbers[rank],))
+                return ERRORS[state](words, (self._numbers[rank],))
         return None
 
     def _lost(self, ends: Mapping[int, str]) -> CommError:

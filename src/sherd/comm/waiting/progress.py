@@ -9,8 +9,6 @@ import threading
 import weakref
 from typing import Protocol
 
-_here = threading.local()
-
 
 class Moving(Protocol):
     """Something with operations under way, and the `lock` of its communicator: its holder may move them."""
@@ -21,26 +19,28 @@ class Moving(Protocol):
         """Do what can be done without waiting; the number of operations that are left."""
 
 
+class _Here(threading.local):
+    """What this thread uses."""
+
+    def __init__(self) -> None:
+        self.members: weakref.WeakSet[Moving] = weakref.WeakSet()
+
+
+_here = _Here()
+
+
 def take_part(moving: Moving) -> None:
     """Have this thread's waits move `moving` on, for as long as something else refers to it."""
-    _members().add(moving)
+    _here.members.add(moving)
 
 
 def move_everything() -> int:
     """Move on whatever this thread has under way; the number of operations that are left."""
     left = 0
-    for moving in list(_members()):
+    for moving in list(_here.members):
         if moving.lock.acquire(blocking=False):  # else another thread is moving it
             try:
                 left += moving.move_all()
             finally:
                 moving.lock.release()
     return left
-
-
-def _members() -> weakref.WeakSet[Moving]:
-    """Those that this thread uses."""
-    if not hasattr(_here, "members"):
-        _here.members = weakref.WeakSet()
-    members: weakref.WeakSet[Moving] = _here.members
-    return members
