@@ -79,7 +79,7 @@ def call_site(depth: int = 2) -> Site:
 
 
 def site_text(site: Site) -> str:
-    return _texts.get(site, "a line that is no longer known")
+    return _texts.get(site, "a line that is no longer remembered")
 
 
 def _remember(site: Site, text: str) -> None:

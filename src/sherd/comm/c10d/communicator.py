@@ -117,33 +117,9 @@ class C10dCommunicator(Communicator):
         self.watch(thread.attempt, ranks)
         return thread.result()
 
-    # ---------------------------------------------------------------- for a communicator that this one is a part of
-
-    def wire_among(self, ranks: Sequence[int]) -> Wire:
-        """A wire of their own for some of these ranks. Collective among them."""
-        return self._wire.subgroup(ranks, backend_limit(self.options))
-
-    def note_call(self, call: Call, number: int, site: Site) -> Callable[[], None]:
-        """Tell the watchdog of a collective that takes another route; what is returned tells it that this is over."""
-        self._number, self.site = number, site
-        return self._begin(call, 0)
-
-    def watch(
-        self, attempt: Attempt, ranks: Sequence[int], slow: Slow = tuple, stance: TakeStance = lambda: None
-    ) -> None:
-        """`Watchdog.watch`; what it raises is the end of this communicator."""
-        with self._breaking():
-            self._watchdog.watch(attempt, ranks, slow, stance)
-
     def use_here(self) -> None:
         take_part(self)
         self._watchdog.use_here()
-
-    def fail(self, error: CommError) -> None:
-        """Give up because of a failure elsewhere, and tell the other ranks."""
-        if self._broken is None:
-            self._break(str(error))
-            self._watchdog.report(error)
 
     def _break(self, why: str, untold: CommError | None = None) -> None:
         """What is under way will not get through."""
@@ -163,6 +139,30 @@ class C10dCommunicator(Communicator):
     def move_all(self) -> int:
         """Move on the operation that takes several exchanges, without waiting; how many such there are."""
         return 0 if self._in_exchanges is None or self._in_exchanges.done() else 1
+
+    # ---------------------------------------------------------------- for a communicator that this one is a part of
+
+    def wire_among(self, ranks: Sequence[int]) -> Wire:
+        """A wire of their own for some of these ranks. Collective among them."""
+        return self._wire.subgroup(ranks, backend_limit(self.options))
+
+    def note_call(self, call: Call, number: int, site: Site) -> Callable[[], None]:
+        """Tell the watchdog of a collective that takes another route; what is returned tells it that this is over."""
+        self._number, self.site = number, site
+        return self._begin(call, 0)
+
+    def watch(
+        self, attempt: Attempt, ranks: Sequence[int], slow: Slow = tuple, stance: TakeStance = lambda: None
+    ) -> None:
+        """`Watchdog.watch`; what it raises is the end of this communicator."""
+        with self._breaking():
+            self._watchdog.watch(attempt, ranks, slow, stance)
+
+    def fail(self, error: CommError) -> None:
+        """Give up because of a failure elsewhere, and tell the other ranks."""
+        if self._broken is None:
+            self._break(str(error))
+            self._watchdog.report(error)
 
     # ---------------------------------------------------------------- operations
 
