@@ -303,8 +303,8 @@ class C10dCommunicator(Communicator):
         self.counters.add(call.operation, payload, HEADER_BYTES * (self.world - 1) if self.options.check else 0)
         with self._breaking():
             message = call.operation in self._messages
-            deed = self._watchdog.enter(self._number, call.made_at(self.site), message)
-        return partial(self._watchdog.activity.finish, deed)
+            entered = self._watchdog.enter(self._number, call.made_at(self.site), message)
+        return partial(self._watchdog.activity.finish, entered)
 
     def _agree(self, call: Call) -> None:
         """All ranks make this call, or all of them get an error."""
