@@ -241,7 +241,7 @@ def planted_values(path, seed=0):
 
 def planted_keys(run_id):
     """Where torch's launchers and sherd have looked for something, now or once."""
-    sherd = ["fault", "card", "deed", "door", "hello", "come", "group", "leader", "reads", "launch"]
+    sherd = ["fault", "card", "activity", "door", "hello", "come", "group", "leader", "reads", "launch"]
     own = [f"sherd/{number}/{key}" for number in (0, 1, "hello", "launch") for key in sherd]
     own += [f"{key}/{rank}" for key in own for rank in (0, 1)]
     own += ["sherd/launch/plan", "sherd/launch/off", "sherd/launch/fault", "sherd/launch/done/0"]

@@ -15,7 +15,7 @@ from sherd.cli.machines import attendance
 from sherd.cli.machines.remote import Host, Remote, command_for
 from sherd.cli.request import Showing
 from sherd.cli.words import TOKEN
-from sherd.comm import seal
+from sherd.comm.trust import seal
 from tests.cli.scripts import notes, ranks_alive
 from tests.helpers.processes import PATIENCE, SHERD, free_port, sherd, wait_for
 

@@ -22,7 +22,7 @@ from sherd.cli.machines.news import Newsroom
 from sherd.cli.machines.rendezvous import meet, meet_alone
 from sherd.cli.machines.seat import SILENT_SECONDS, Seat
 from sherd.cli.request import Request
-from sherd.comm.seal import Seal
+from sherd.comm.trust.seal import Seal
 from sherd.errors import ConfigError, SherdError
 from tests.helpers.processes import free_port
 

@@ -77,7 +77,7 @@ def test_the_users_own_is_kept(here, monkeypatch):
     [
         (None, r"--token-file 'token' cannot be read \(No such file or directory\); write the path of a file"),
         ("\n", r"--token-file 'token' is empty; write at least 16 random characters into it"),
-        ("hunter2", r"the token in SHERD_TOKEN has 7 characters, and a short one can be guessed"),
+        ("hunter2", r"the token in SHERD_TOKEN has 7 characters, which can be guessed"),
     ],
 )
 def test_a_token_that_cannot_be_used(here, monkeypatch, content, words):

@@ -73,7 +73,7 @@ def test_a_killed_rank_is_named_by_everyone(transport, operation, victim):
         error, closed, seconds = result
         assert re.search(rf"rank {victim} on \S+ \(pid \d+\)", error), error
         assert "SIGKILL" in error or "reports" in error or "ended" in error, error
-        assert "cannot be used any more" in closed
+        assert "can no longer be used" in closed
         assert seconds < NOTICE
 
 
@@ -176,11 +176,11 @@ def test_a_rank_that_does_not_come_is_named_with_what_everyone_last_did(ranks, t
     results = ranks(3).run(late, transport, 2.0, 4.0)
     for rank in (0, 2):
         text = results[rank][0]
-        assert text.startswith("TimedOut") or "did not come within" in text, text
-        assert "rank 1 on" in text.partition("did not come")[0]
+        assert text.startswith("TimedOut") or "did not reach this call within" in text, text
+        assert "rank 1 on" in text.partition("did not reach this call")[0]
         assert "all_reduce(float32[2], sum) at" in text  # what rank 1 last did
         assert "is in all_gather(float32[3]) at" in text
-    assert "did not come" in results[1][0] or "left" in results[1][0]  # it hears of it when it comes
+    assert "did not reach this call" in results[1][0] or "left" in results[1][0]  # it hears of it when it comes
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -262,7 +262,7 @@ def asks(transport, how):
             r"^ranks made different calls as call \d+: rank 0 on .* at asking; rank 1 .* at asking\. ",
         ),
         ("left", "PeerLost", rf"^{NOTE}\. rank 1 on \S+ \(pid \d+\) left; it last finished .* at asking \("),
-        ("late", "TimedOut", rf"^{NOTE}\. rank 1 on \S+ \(pid \d+\) did not come within"),
+        ("late", "TimedOut", rf"^{NOTE}\. rank 1 on \S+ \(pid \d+\) did not reach this call within"),
     ],
 )
 def test_a_note_comes_first_where_a_rank_is_alone(ranks, transport, how, kind, match):
@@ -309,8 +309,8 @@ def connects_late(delay):
 
 def test_a_rank_that_does_not_connect_is_named():
     first, second = run_ranks(connects_late, 2, 2.0)
-    assert "ranks [1] did not come to the handshake" in first
-    assert re.match(r"rank 0 on \S+ \(pid \d+\) reports: rank 0 on .*: ranks \[1\] did not come", second)
+    assert "ranks [1] did not reach the handshake" in first
+    assert re.match(r"rank 0 on \S+ \(pid \d+\) reports: rank 0 on .*: ranks \[1\] did not reach the handshake", second)
 
 
 SCRIPT = """

@@ -16,13 +16,13 @@ from torch.distributed import TCPStore
 
 import sherd
 from sherd import CommOptions, comm
-from sherd.comm import handshake as handshakes
-from sherd.comm import meeting_place
 from sherd.comm.c10d import wire as wires
-from sherd.comm.handshake import Handshake
-from sherd.comm.host.rendezvous import Link
-from sherd.comm.notes import Notes
-from sherd.comm.seal import Seal
+from sherd.comm.host.joining.link import Link
+from sherd.comm.meeting import handshake as handshakes
+from sherd.comm.meeting import meeting_place
+from sherd.comm.meeting.handshake import Handshake
+from sherd.comm.meeting.notes import Notes
+from sherd.comm.trust.seal import Seal
 from sherd.errors import ConfigError, SherdError
 from sherd.testing import Hosts, run_ranks
 

@@ -368,7 +368,7 @@ def test_a_forked_process_may_collect_a_group_that_it_inherited():
 
 COMING_BACK = """
 import time
-from sherd.comm.c10d.lanes import Lane, Message
+from sherd.comm.c10d.lanes import Lane, LaneOperation
 
 class Late:
     def wait(self):
@@ -376,7 +376,7 @@ class Late:
         print("came back", flush=True)
 
 lane = Lane("late")
-lane.add(Message(iter([Late()]), print, print))
+lane.add(LaneOperation(iter([Late()]), print, print))
 time.sleep(0.1)
 raise SystemExit(3)
 """

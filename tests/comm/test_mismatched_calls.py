@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sherd import CommOptions, comm
-from sherd.comm.deadlock import COLLECTIVE, RECV, SEND, Stance, circle
+from sherd.comm.waiting.deadlock import COLLECTIVE, RECV, SEND, Stance, circle
 from sherd.errors import CommClosed, Diverged, SherdError
 from tests.helpers.hosts import on_hosts
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from sherd.comm import network
+from sherd.comm.meeting import network
 from sherd.errors import ConfigError
 
 pytestmark = pytest.mark.pure

@@ -13,8 +13,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 
 import sherd
 from sherd import CommOptions, comm
-from sherd.comm.objects import PICKLED, ObjectCall
-from sherd.comm.seal import Seal
+from sherd.comm.trust.objects import PICKLED, ObjectCall
+from sherd.comm.trust.seal import Seal
 from sherd.errors import CommError, ConfigError, Diverged
 from tests.helpers.hosts import on_hosts
 from tests.helpers.training import STRATEGIES, batch, loss_of
@@ -99,7 +99,7 @@ def refused(transport):
         with pytest.raises(ConfigError) as caught:
             c.all_gather_object((lambda: 0) if c.rank == 0 else c.rank)
         words.append(str(caught.value))
-        assert "rank 0 passed a function, which " + ("cannot be" if trusted else "only a pickle") in words[0]
+        assert "rank 0 passed a function, which " + ("cannot be" if trusted else "has to be pickled") in words[0]
         assert c.all_gather_object(c.rank) == list(range(c.world))
         assert int(c.all_reduce(torch.ones(1)).wait()) == c.world
         c.seal = SEAL

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sherd import CommOptions, comm
-from sherd.comm.host import rendezvous
+from sherd.comm.host.joining import rendezvous
 from sherd.comm.summation import REDUCTIONS
 from sherd.errors import ConfigError, Unsupported
 from tests.helpers.comm_reference import DTYPES, OPERATORS, reduced, tensor_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sherd import CommOptions, comm
-from sherd.comm.patience import Stopwatch
+from sherd.comm.waiting.patience import Stopwatch
 from sherd.errors import SherdError
 from sherd.testing import run_ranks
 from tests.helpers.hosts import on_hosts
@@ -91,13 +91,13 @@ def test_a_rank_that_is_paused_alone_is_named(tmp_path, transport):
         results = paused(tmp_path, (1,), 2, told, tmp_path, transport)
     for rank, text in enumerate(results):
         if rank != 1:
-            assert "rank 1 on" in text.partition("did not come within")[0], text
+            assert "rank 1 on" in text.partition("did not reach this call within")[0], text
 
 
 @pytest.mark.pure
 def test_a_jump_of_the_clock_counts_for_no_more_than_a_look(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("sherd.comm.patience.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("sherd.comm.waiting.patience.time.monotonic", lambda: now[0])
     watch = Stopwatch()
     for seconds, counted in ((0.25, 0.25), (3600.0, 1.25), (0.5, 1.75)):
         now[0] += seconds

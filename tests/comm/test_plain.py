@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from sherd.comm.plain import NUMBERS, NotPlain, dumps, loads
+from sherd.comm.trust.plain import NUMBERS, NotPlain, dumps, loads
 from sherd.errors import CommError
 from sherd.layout.entry import ITEMSIZE
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sherd.comm.seal import Seal, seal_of_token
+from sherd.comm.trust.seal import Seal, seal_of_token
 from sherd.errors import ConfigError
 
 pytestmark = pytest.mark.pure

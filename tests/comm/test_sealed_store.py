@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from sherd.comm.seal import Seal
-from sherd.comm.sealed_store import SealedStore
+from sherd.comm.trust.seal import Seal
+from sherd.comm.trust.sealed_store import SealedStore
 from sherd.errors import CommError
 
 SEAL = Seal(b"of the job")
@@ -45,7 +45,7 @@ def test_what_others_wrote_is_not_read():
     store.set("key", "value")
     for wrong in (b"", b"value", plain.get("key")[:-1], SEAL.sealed("key", b"value")):
         plain.set("key", wrong)
-        with pytest.raises(CommError, match=r"'key' in the store .* somebody else"):
+        with pytest.raises(CommError, match=r"'key' in the store .* someone else"):
             store.get("key")
     store.set("key", "value")
     plain.set("another", plain.get("key"))
@@ -83,4 +83,4 @@ def test_gloo_meets_over_it(ranks):
 @pytest.mark.parametrize("forged", ["", "short", "x" * 170])
 def test_a_forged_address_is_an_error_not_a_crash(ranks, forged):
     first, second = ranks(2).run(sums_over_gloo, forged)
-    assert isinstance(first, str) and "written by somebody else" in second
+    assert isinstance(first, str) and "written by someone else" in second

@@ -22,7 +22,7 @@ from torch import nn
 
 import sherd
 from sherd import CommOptions
-from sherd.comm.notes import Notes
+from sherd.comm.meeting.notes import Notes
 from sherd.errors import SherdError
 from sherd.testing import Hosts, RankPool
 

@@ -55,7 +55,7 @@ def evaluations(run):
     SECTION,
     "A rank that runs out of batches earlier",
     "the others are told that it left: give every rank the same number of batches",
-    match=r"^rank 1\b.* left.*step \d.*give each as many batches, and let all of them decide together",
+    match=r"^rank 1\b.* left.*step \d.*give each the same number of batches, and have them decide together",
     on=(0,),
 )
 def leaves_early(run):
@@ -255,7 +255,7 @@ def leaves_a_loop_early_by_hand(run):
     SECTION,
     "The same where nothing else differs",
     "the others are told when it leaves; the same",
-    match=r"^rank 1\b.* left.*let all of them decide together when to leave a loop",
+    match=r"^rank 1\b.* left.*have them decide together when to leave a loop",
     on=(0,),
 )
 def leaves_a_loop_early_for_good(run):

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from sherd.api.process import communicator, is_main, rank
 from sherd.comm.base import Communicator
-from sherd.comm.patience import without_limit
+from sherd.comm.waiting.patience import without_limit
 from sherd.errors import CommError, ConfigError, SherdError
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from sherd.cli import tied
 from sherd.cli.endings import Endings
 from sherd.cli.machines.rendezvous import Meeting
 from sherd.cli.output.forwarding import Output
-from sherd.comm.network import IFNAME
+from sherd.comm.meeting.network import IFNAME
 from sherd.ranks.watch import describe_exit
 
 # The launcher names the first failure it sees. A dying rank takes its peers along within tenths of a second, so it has

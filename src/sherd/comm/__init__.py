@@ -1,13 +1,14 @@
-"""The communicator: one interface to every way in which ranks can talk.
+"""The communicator: one interface to every transport between ranks.
 
     from sherd import comm
 
-    with comm.connect() as ranks:                 # solo, host, cluster or c10d: whatever these processes are
+    with comm.connect() as ranks:                 # solo, host, cluster or c10d: whatever suits these processes
         mean = ranks.all_reduce(gradient, op="mean").wait()
 
-Read in this order: `base` (the interface), `handle`, `summation` (the order of sums), `codec`, `calls` (fingerprints),
-`counters`; then the transports `solo`, `host`, `c10d` and `cluster`; then `connect`, which chooses one; last `backend`,
-which lets torch.distributed use them.
+Read in this order: `base` (the interface), `handle`, `calls` (how a call is described and compared), `checked_call`
+(what is checked before it is made), `summation` (the order of sums), `codec`, `counters`; then the rooms that the
+transports share, `trust`, `waiting` and `meeting`; then the transports `solo`, `host`, `c10d` and `cluster`; then
+`connect`, which chooses one; last `backend`, which makes them a backend of torch.distributed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The communicator: the one seam between sherd and every transport.
 
 Every operation returns a `Handle` at once; what a rank contributes is on its way when the call returns, and the result
-is complete when `handle.wait()` does. The tensors of a call must be left alone until then.
+is complete when `handle.wait()` returns. Do not touch the tensors of a call until then.
 
     total = comm.all_reduce(gradient).wait()
 
-A transport implements the underscored methods on flat contiguous tensors. This class checks arguments, describes the
-call (see `calls`), shapes the results and counts; checked calls are remembered, so a repeated call pays one look-up.
+A transport implements the `start_` methods on flat contiguous tensors. This class checks the arguments, describes the
+call (see `calls`) and shapes the results; checked calls are remembered, so a repeated call costs one look-up.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sherd.comm import leaving
-from sherd.comm.arguments import check_kinds, check_tensor, refuse_expanded
-from sherd.comm.calls import Call, Site, call_site, describe
+from sherd.comm import closing
+from sherd.comm.calls import Call, Site, call_site
+from sherd.comm.checked_call import CheckedCall, Detail, check_call, check_kinds, check_rank, refuse_expanded
 from sherd.comm.codec import Codec
 from sherd.comm.counters import Counters
 from sherd.comm.handle import CopyBack, Handle
-from sherd.comm.objects import ObjectCall
-from sherd.comm.seal import Seal
-from sherd.comm.summation import check_reduction
+from sherd.comm.memo import Memo
+from sherd.comm.trust.objects import ObjectCall
+from sherd.comm.trust.seal import Seal
 from sherd.config import CommOptions
 from sherd.errors import ConfigError, Unsupported
 from sherd.layout.tree import SummationTree
@@ -46,19 +46,11 @@ class Backing(NamedTuple):
     offset: int
 
 
-class Form(NamedTuple):
-    """A call whose arguments were found right, and what it gives."""
-
-    call: Call
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 class Communicator(ABC):
-    """A group of ranks that can talk. `rank` and `world` number its members from 0.
+    """A group of ranks that communicate. `rank` and `world` number its members from 0.
 
-    One thread at a time may use it, and the same one throughout, unless they take turns (`turn`). Input and output of a
-    call must be the same tensor, where that is allowed, or not overlap.
+    Only one thread may use it, unless several threads hold its `lock` in turn. Input and output of a call must be the
+    same tensor, where that is allowed, or not overlap.
     """
 
     #: The transport's name, as in `CommOptions.transport`.
@@ -67,7 +59,7 @@ class Communicator(ABC):
     shares_memory: bool = False
     #: Whether what arrives can only come from this user's own processes, so that a pickle needs no `seal`.
     trusts_memory: bool = False
-    #: Whether there is nobody to talk to and no value to talk about: tensors may be on the meta device.
+    #: Whether nothing is communicated and values do not matter: tensors may be on the meta device.
     dry: bool = False
 
     def __init__(self, rank: int, world: int, options: CommOptions) -> None:
@@ -79,15 +71,15 @@ class Communicator(ABC):
         #: The ranks of each host, where that is known; else all on one.
         self.hosts: Sequence[Sequence[int]] = [list(range(world))]
         self.closed = False
-        #: What the ranks know each other's pickles by, where others could send some too; None: they send none.
+        #: What proves that a pickle comes from one of these ranks; None where none is needed, or pickles are not sent.
         self.seal: Seal | None = None
-        #: For those who let several threads use it: to be held for each call and each wait. See `use_here`.
-        self.turn = threading.RLock()
-        self._forms: dict[tuple[object, ...], Form] = {}
-        self._agreed: dict[str, Call] = {}
-        self._site: Site = (0, 0)  # where the call that is being made was made
+        #: To be held for each call and each wait by whoever lets several threads use it. See `use_here`.
+        self.lock = threading.RLock()
+        self._checked_calls = Memo[tuple[object, ...], CheckedCall]()
+        self._agreed = Memo[str, Call]()
+        self.site: Site = (0, 0)  # of the call that is being made
         self._objects = 0  # calls that sent objects
-        leaving.note(self)
+        closing.opened(self)
 
     # ---------------------------------------------------------------- operations
 
@@ -103,16 +95,16 @@ class Communicator(ABC):
     ) -> Handle:
         """Reduce over ranks and keep this rank's slice: the first dimension of `input` is cut into `world` parts.
 
-        With `own`, that is this rank's contribution to its own slice, and what `input` has there is scratch: it spares
-        copying what no other rank reads.
+        With `own`, this rank's contribution to its own slice is taken from there, and that part of `input` is scratch:
+        it saves copying what no other rank reads.
         """
-        form = self._form("reduce_scatter", input, output, dtype, codec, op)
-        result, flat = _output(input, output, form)
+        checked = self._checked("reduce_scatter", input, output, dtype, codec, op)
+        result, flat = _output(input, output, checked)
         if own is not None and (own.dtype, own.numel() * self.world) != (input.dtype, input.numel()):
             expected = f"{input.numel() // self.world} elements of {input.dtype}"
             raise ConfigError(f"rank {self.rank}: own has {own.numel()} elements of {own.dtype}, expected {expected}")
         mine = None if own is None else _flat(own)
-        return self._finish(self._reduce_scatter(form.call, _flat(input), flat, op, codec, mine), result, flat)
+        return self._finish(self.start_reduce_scatter(checked.call, _flat(input), flat, op, codec, mine), result, flat)
 
     def all_gather(
         self,
@@ -125,11 +117,11 @@ class Communicator(ABC):
     ) -> Handle:
         """Concatenate every rank's `input` along the first dimension, in rank order, on every rank.
 
-        `what` says what is gathered, where ranks might gather different things of one shape: it is compared too.
+        `what` names what is gathered, where ranks might gather different things of the same shape: it is compared too.
         """
-        form = self._form("all_gather", input, output, dtype, codec, what)
-        result, flat = _output(input, output, form)
-        return self._finish(self._all_gather(form.call, _flat(input), flat, codec), result, flat)
+        checked = self._checked("all_gather", input, output, dtype, codec, what)
+        result, flat = _output(input, output, checked)
+        return self._finish(self.start_all_gather(checked.call, _flat(input), flat, codec), result, flat)
 
     def all_reduce(
         self,
@@ -141,82 +133,80 @@ class Communicator(ABC):
         dtype: torch.dtype | None = None,
     ) -> Handle:
         """Reduce over ranks, on every rank. `output=input` works in place."""
-        form = self._form("all_reduce", input, output, dtype, codec, op)
-        result, flat = _output(input, output, form)
-        return self._finish(self._all_reduce(form.call, _flat(input), flat, op, codec), result, flat)
+        checked = self._checked("all_reduce", input, output, dtype, codec, op)
+        result, flat = _output(input, output, checked)
+        return self._finish(self.start_all_reduce(checked.call, _flat(input), flat, op, codec), result, flat)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Handle:
         """Overwrite `tensor` with that of rank `root`, on every rank."""
-        form = self._form("broadcast", tensor, tensor, None, None, root)
-        result, flat = _output(tensor, tensor, form)
+        checked = self._checked("broadcast", tensor, tensor, None, None, root)
+        result, flat = _output(tensor, tensor, checked)
         if flat.data_ptr() != result.data_ptr():
             flat.copy_(_flat(tensor))
-        return self._finish(self._broadcast(form.call, flat, root), result, flat)
+        return self._finish(self.start_broadcast(checked.call, flat, root), result, flat)
 
     def all_to_all(self, input: Tensor, output: Tensor | None = None) -> Handle:
-        """Send the i-th part of `input` (cut along its first dimension) to rank i and take one from each, in order."""
-        form = self._form("all_to_all", input, output, None, None)
-        result, flat = _output(input, output, form)
+        """Send the i-th part of `input` (cut along its first dimension) to rank i, and receive one part from each."""
+        checked = self._checked("all_to_all", input, output, None, None)
+        result, flat = _output(input, output, checked)
         if flat.numel() and flat.data_ptr() == input.data_ptr():
             fix = "write all_to_all(x, torch.empty_like(x))"
             raise ConfigError(f"rank {self.rank}: all_to_all cannot work in place; {fix}")
-        return self._finish(self._all_to_all(form.call, _flat(input), flat), result, flat)
+        return self._finish(self.start_all_to_all(checked.call, _flat(input), flat), result, flat)
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Handle:
-        """Send to one rank. Complete when `tensor` may be reused, which can be before it was received.
+        """Send to one rank. Complete when `tensor` may be reused, which can be before it is received.
 
         Messages are not matched by `tag`: it is compared, as the shape is.
         """
-        form = self._form("send", tensor, tensor, None, None, (to, tag) if tag else to)
-        handle = self._send(form.call, _flat(tensor), to)
+        checked = self._checked("send", tensor, tensor, None, None, (to, tag) if tag else to)
+        handle = self.start_send(checked.call, _flat(tensor), to)
         handle.result = tensor
         return handle
 
     def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Handle:
         """Receive into `tensor` what `source` sent, in the order in which it was sent."""
-        form = self._form("recv", tensor, tensor, None, None, (source, tag) if tag else source)
-        result, flat = _output(tensor, tensor, form)
-        return self._finish(self._recv(form.call, flat, source), result, flat)
+        checked = self._checked("recv", tensor, tensor, None, None, (source, tag) if tag else source)
+        result, flat = _output(tensor, tensor, checked)
+        return self._finish(self.start_recv(checked.call, flat, source), result, flat)
 
     def barrier(self) -> Handle:
         """Complete when every rank has made this call."""
-        self._site = call_site()
-        return self._barrier(_BARRIER)
+        self.site = call_site()
+        return self.start_barrier(_BARRIER)
 
     def check(self, operation: str, input: Tensor, output: Tensor | None = None, detail: str | int = "") -> None:
-        """Refuse a call that cannot be right; nothing is sent. For those who make several calls as one.
+        """Refuse a call that cannot be right; nothing is sent. For callers that make several calls as one.
 
         `detail` is the reduction, the root or the other rank.
         """
-        form = self._form(operation, input, output, None, None, detail)
+        checked = self._checked(operation, input, output, None, None, detail)
         if output is not None and not output.is_contiguous():
-            refuse_expanded(form.call.text, output)
+            refuse_expanded(checked.call.text, output)
 
     def publish(self, part: Tensor, whole: Tensor) -> Handle:
         """Every rank has updated its own slice of `whole`, which is `part`: make all of them visible on every rank.
 
-        The first dimension of `whole` is cut into `world` slices. Nobody may still read what they held before: a slice
-        may be overwritten when its own rank has made this call. Where `whole` is a `shared_tensor`, slices travel
+        The first dimension of `whole` is cut into `world` slices. No rank may still read their old values: a slice may
+        be overwritten as soon as its own rank has made this call. Where `whole` is a `shared_tensor`, slices travel
         between hosts only.
         """
-        form = self._form("publish", part, whole, None, None)
-        result, flat = _output(part, whole, form)
-        return self._finish(self._publish(form.call, _flat(part), flat), result, flat)
+        checked = self._checked("publish", part, whole, None, None)
+        result, flat = _output(part, whole, checked)
+        return self._finish(self.start_publish(checked.call, _flat(part), flat), result, flat)
 
     def agree(self, text: str) -> Handle:
-        """A barrier that all ranks must enter with the same words: `operation(what, how)`."""
-        self._site = call_site()
+        """A barrier that all ranks must enter with the same text: `operation(what, how)`."""
+        self.site = call_site()
         call = self._agreed.get(text)
         if call is None:
-            if len(self._agreed) > 4096:
-                self._agreed.clear()
             call = self._agreed[text] = Call(text.partition("(")[0], text)
-        return self._barrier(call)
+        return self.start_barrier(call)
 
     # ---------------------------------------------------------------- small Python objects
 
-    # Plain data (see `plain`) and, among ranks that share memory or a token, whatever pickles. What cannot be sent is a
-    # `ConfigError` on every rank, and the communicator can still be used.
+    # Plain data (see `plain`) and, among ranks that share memory or a token, anything that can be pickled. What cannot
+    # be sent raises a `ConfigError` on every rank, and the communicator can still be used.
 
     def all_gather_object(self, obj: Any, what: str = "") -> list[Any]:
         """Every rank's small object, in rank order. `what` is compared, as in `all_gather`."""
@@ -249,33 +239,33 @@ class Communicator(ABC):
     # ---------------------------------------------------------------- memory shared by the ranks of a host
 
     def shared_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """One zeroed allocation that all ranks of this host map: what one writes, the others see after a barrier.
+        """One zeroed allocation mapped by all ranks of this host: what one writes, the others see after a barrier.
 
         Collective.
         """
-        raise Unsupported(f"{self._self()} does not share memory between ranks; check `comm.shares_memory` first")
+        raise self._no_shared_memory()
 
     def backing(self, tensor: Tensor) -> Backing | None:
-        """Where a `shared_tensor` is mapped from, so that it can be mapped once more; None if no other rank maps it."""
+        """Where a `shared_tensor` is mapped from, so that it can be mapped again; None if no other rank maps it."""
         return None
 
     def shared_buffers(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """One zeroed buffer per rank of `host`, all of them visible to all of those. Collective.
+        """One zeroed buffer per rank of `host`, each visible to all of these ranks. Collective.
 
         An operation whose input lies in this rank's buffer is read in place by the others: nothing is copied in.
         """
-        raise Unsupported(f"{self._self()} does not share memory between ranks; check `comm.shares_memory` first")
+        raise self._no_shared_memory()
 
     # ---------------------------------------------------------------- groups and life
 
     @property
-    @abstractmethod
     def host(self) -> Communicator:
         """The communicator among the ranks that share memory with this one: those of its host, or it alone."""
+        return self
 
     @property
     def ranks_per_host(self) -> int | None:
-        """Where all hosts have as many, with consecutive numbers; None where they do not, or nobody knows."""
+        """The same for every host, with consecutive numbers; None where hosts differ, or it is not known."""
         return self.host.world
 
     @abstractmethod
@@ -283,10 +273,10 @@ class Communicator(ABC):
         """A communicator among `ranks`, None on ranks outside it. All ranks of this communicator must call it."""
 
     def use_here(self) -> None:  # noqa: B027 - alone, nothing is ever under way
-        """Another thread than the last one goes on: its waits take part too. It must have the `turn`."""
+        """Calls now come from this thread, whose waits then move operations on. It must hold the `lock`."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave. Others that still need this rank get an error that says so, and why. Safe to call twice."""
+        """Leave. Ranks that still need this one get an error that says so, and why. Safe to call twice."""
         self.closed = True
         self._close(error)
 
@@ -299,122 +289,68 @@ class Communicator(ABC):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close(error)
 
-    # ---------------------------------------------------------------- for transports
+    # ---------------------------------------------------------------- implemented by transports, on flat tensors
 
     @abstractmethod
-    def _reduce_scatter(
+    def start_reduce_scatter(
         self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None, own: Tensor | None = None
     ) -> Handle: ...
 
     @abstractmethod
-    def _all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle: ...
+    def start_all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle: ...
 
-    def _publish(self, call: Call, source: Tensor, target: Tensor) -> Handle:
-        return self._all_gather(call, source, target, None)
-
-    @abstractmethod
-    def _all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle: ...
+    def start_publish(self, call: Call, source: Tensor, target: Tensor) -> Handle:
+        return self.start_all_gather(call, source, target, None)
 
     @abstractmethod
-    def _broadcast(self, call: Call, target: Tensor, root: int) -> Handle: ...
+    def start_all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle: ...
 
     @abstractmethod
-    def _all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle: ...
+    def start_broadcast(self, call: Call, target: Tensor, root: int) -> Handle: ...
 
     @abstractmethod
-    def _send(self, call: Call, source: Tensor, to: int) -> Handle: ...
+    def start_all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle: ...
 
     @abstractmethod
-    def _recv(self, call: Call, target: Tensor, source: int) -> Handle: ...
+    def start_send(self, call: Call, source: Tensor, to: int) -> Handle: ...
 
     @abstractmethod
-    def _barrier(self, call: Call) -> Handle: ...
+    def start_recv(self, call: Call, target: Tensor, source: int) -> Handle: ...
+
+    @abstractmethod
+    def start_barrier(self, call: Call) -> Handle: ...
 
     # ---------------------------------------------------------------- private
 
-    def _self(self) -> str:
-        return f"rank {self.rank} of {self.world} ({self.transport})"
+    def _no_shared_memory(self) -> Unsupported:
+        me = f"rank {self.rank} of {self.world} ({self.transport})"
+        return Unsupported(f"{me} does not share memory between ranks; check `comm.shares_memory` first")
 
-    def _form(
+    def _checked(
         self,
         operation: str,
         input: Tensor,
         output: Tensor | None,
         dtype: torch.dtype | None,
         codec: Codec | None,
-        detail: str | int | tuple[int, int] = "",
-    ) -> Form:
-        """The checked form of a call, remembered: a call that was right once is right again."""
-        self._site = call_site(3)
+        detail: Detail = "",
+    ) -> CheckedCall:
+        """Check a call, once: a call that was right before is right again."""
+        self.site = call_site(3)
         try:
             there = None if output is None else (output.shape, output.dtype, output.device, output.layout)
             key = (operation, input.shape, input.dtype, input.device, input.layout, there, dtype, codec, detail)
-            form = self._forms.get(key)
+            checked = self._checked_calls.get(key)
         except (AttributeError, TypeError):
             check_kinds(self.rank, operation, input, output)
             raise
-        if form is None:
-            form = self._new_form(operation, input, output, dtype, codec, detail)
-            if len(self._forms) > 4096:
-                self._forms.clear()  # shapes that change with every call must not pile up
-            self._forms[key] = form
-        return form
-
-    def _new_form(
-        self,
-        operation: str,
-        input: Tensor,
-        output: Tensor | None,
-        dtype: torch.dtype | None,
-        codec: Codec | None,
-        detail: str | int | tuple[int, int],
-    ) -> Form:
-        for tensor in (input,) if output is None else (input, output):
-            check_tensor(self.rank, operation, tensor, dry=self.dry)
-        shape, out_dtype = self._out_shape(operation, input), _out_dtype(input, output, dtype)
-        words = [f"codec {codec.name}" if codec else ""]
-        compared = ""
-        if operation in ("reduce_scatter", "all_reduce"):
-            check_reduction(self.rank, operation, str(detail), input.dtype, out_dtype)
-            words.insert(0, str(detail))
-        elif operation == "all_gather":
-            words.insert(0, str(detail))
-        elif operation == "broadcast":
-            self.check_rank(detail, operation, "root")
-            words.insert(0, f"root {detail}")
-        elif operation in ("send", "recv"):
-            peer, tag = detail if isinstance(detail, tuple) else (detail, 0)
-            self.check_rank(peer, operation, "to" if operation == "send" else "source", peer=True)
-            words.append(f"tag {tag}" if tag else "")
-            compared = describe("message", input.dtype, input.shape, words[-1])
-        if not torch.can_cast(input.dtype, out_dtype) or (operation == "all_to_all" and out_dtype != input.dtype):
-            raise ConfigError(f"rank {self.rank}: {operation} of {input.dtype} cannot have an output of {out_dtype}")
-        if out_dtype != input.dtype:
-            words.append(f"out {str(out_dtype).removeprefix('torch.')}")
-        text = describe(operation, input.dtype, input.shape, *words)
-        if output is not None and (output.shape != shape or output.device != input.device):
-            raise ConfigError(
-                f"rank {self.rank}: {text} needs an output of shape {tuple(shape)} on {input.device}, "
-                f"got {tuple(output.shape)} on {output.device}"
-            )
-        return Form(Call(operation, text, compared), shape, out_dtype)
-
-    def _out_shape(self, operation: str, input: Tensor) -> torch.Size:
-        if operation in ("all_gather", "publish"):
-            return torch.Size((self.world * (input.shape[0] if input.dim() else 1), *input.shape[1:]))
-        if operation not in ("reduce_scatter", "all_to_all"):
-            return input.shape
-        if input.dim() == 0 or input.shape[0] % self.world:
-            raise ConfigError(
-                f"rank {self.rank}: {operation} cuts the first dimension into {self.world} equal parts, "
-                f"which shape {tuple(input.shape)} does not allow; pad it to a multiple of {self.world}"
-            )
-        return (
-            input.shape if operation == "all_to_all" else torch.Size((input.shape[0] // self.world, *input.shape[1:]))
-        )
+        if checked is None:
+            checked = check_call(self, operation, input, output, dtype, codec, detail)
+            self._checked_calls[key] = checked
+        return checked
 
     def _put_own(self, source: Tensor, own: Tensor | None) -> None:
-        """Copy `own` to where it belongs in `source`, for ways that take it from there."""
+        """Copy `own` to where it belongs in `source`, for transports that read it there."""
         if own is not None:
             source.view(self.world, -1)[self.rank].copy_(own)
 
@@ -426,13 +362,8 @@ class Communicator(ABC):
         return handle
 
     def check_rank(self, rank: object, operation: str, name: str, peer: bool = False) -> None:
-        """Refuse what is no rank of this communicator."""
-        if not isinstance(rank, int) or not 0 <= rank < self.world:
-            raise ConfigError(
-                f"rank {self.rank}: {operation} got {name}={rank}; write a rank from 0 to {self.world - 1}"
-            )
-        if peer and rank == self.rank:
-            raise ConfigError(f"rank {self.rank}: {operation} got {name}={rank}, which is this rank itself")
+        """Refuse what is not a rank of this communicator, and with `peer` this rank itself."""
+        check_rank(self, rank, operation, name, peer)
 
     def _check_group(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
@@ -448,28 +379,22 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _line(flat: Tensor) -> Tensor:
-    """The same elements one after the other. One alone may have any stride, and be no row of bytes to torch."""
+    """The same elements, contiguous. A single one may have any stride, which torch would not view as bytes."""
     if flat.stride() == (1,):
         return flat
     return flat.contiguous() if flat.numel() > 1 else flat.as_strided(flat.shape, (1,))
 
 
-def _output(input: Tensor, output: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
+def _output(input: Tensor, output: Tensor | None, checked: CheckedCall) -> tuple[Tensor, Tensor]:
     """The tensor to return and the flat contiguous tensor to write (another one where `output` has gaps)."""
     if output is None:
         output = (
-            input.new_empty(form.shape) if form.dtype == input.dtype else input.new_empty(form.shape, dtype=form.dtype)
+            input.new_empty(checked.shape)
+            if checked.dtype == input.dtype
+            else input.new_empty(checked.shape, dtype=checked.dtype)
         )
     target = output.detach() if output.requires_grad else output
     if target.is_contiguous():
         return output, target if target.stride() == (1,) else _line(target.view(-1))
-    refuse_expanded(form.call.text, target)
-    return output, torch.empty(target.numel(), dtype=form.dtype, device=input.device)
-
-
-def _out_dtype(input: Tensor, output: Tensor | None, dtype: torch.dtype | None) -> torch.dtype:
-    if output is None:
-        return dtype or input.dtype
-    if dtype is not None and dtype != output.dtype:
-        raise ConfigError(f"output has dtype {output.dtype} but dtype={dtype} was asked for; give one of the two")
-    return output.dtype
+    refuse_expanded(checked.call.text, target)
+    return output, torch.empty(target.numel(), dtype=checked.dtype, device=input.device)

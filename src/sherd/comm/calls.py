@@ -1,4 +1,4 @@
-"""What a rank calls, and from where: the words that errors use, and the fingerprint that ranks compare.
+"""What a rank calls, and from where: the text that errors show, and the fingerprint that ranks compare.
 
 A *call* is an operation with its dtypes, shapes and options; all ranks must make the same call. A *site* is the line of
 the user's program that made it; sites may differ between ranks.
@@ -39,21 +39,25 @@ class Call:
         digest = hashlib.blake2b((self.compared or self.text).encode(), digest_size=8).digest()
         object.__setattr__(self, "fingerprint", int.from_bytes(digest, "little") >> 1)
 
+    def made_at(self, site: Site) -> str:
+        """The call and the line that made it, for messages."""
+        return f"{self.text} at {site_text(site)}"
+
 
 def describe(operation: str, dtype: torch.dtype, shape: Iterable[int], *details: str) -> str:
-    """`all_reduce(float32[3, 4], sum)`: the way a call is written in messages."""
+    """`all_reduce(float32[3, 4], sum)`: a call as it is written in messages."""
     tensor = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
     return f"{operation}({', '.join([tensor, *filter(None, details)])})"
 
 
 Site = tuple[int, int]
-"""Identifies a line cheaply: the identity of its code object, and where in it. `site_text` has the words."""
+"""Identifies a line cheaply: its code object, and where in that. `site_text` turns it into text."""
 
 
 def call_site(depth: int = 2) -> Site:
     """The innermost line outside sherd and torch, from `depth` frames up, or the label in force.
 
-    It is taken for every call, so it is cheap: well under a microsecond for a line that was seen before.
+    It is taken for every call, so it has to be cheap: well under a microsecond for a line that was seen before.
     """
     if _labels and threading.get_ident() in _labels:
         return _labels[threading.get_ident()]
@@ -86,10 +90,10 @@ def _remember(site: Site, text: str) -> None:
 
 @contextmanager
 def labelled(text: str, note: str = "") -> Iterator[None]:
-    """Use `text` as the site of all calls inside: what an engine is doing says more than where its loop stands.
+    """Use `text` as the site of all calls inside: what an engine is doing says more than the line of its loop.
 
-    `note` is for a rank that makes these calls alone, which others may know first: an error then begins with it. It
-    has no brackets in it.
+    `note` is for calls that this rank may be making alone: an error that other ranks see first then begins with it. It
+    must not contain brackets.
     """
     text = f"{text} [note: {note}]" if note else text
     thread = threading.get_ident()
@@ -100,7 +104,6 @@ def labelled(text: str, note: str = "") -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del _labels[thread]
-        else:
+        del _labels[thread]
+        if before is not None:
             _labels[thread] = before

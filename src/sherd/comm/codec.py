@@ -1,6 +1,6 @@
 """Codecs: what a contribution looks like while it travels.
 
-A codec is fixed-rate: the bytes on the wire depend only on the number of elements, so that every rank knows what to
+A codec is fixed-rate: the bytes on the wire depend only on the number of elements, so every rank knows what to
 expect. A lossy codec is applied to a rank's own contribution too: the result must not depend on who owns a slice.
 """
 
@@ -17,17 +17,17 @@ from sherd.errors import CodecFailed, ConfigError
 class Codec(ABC):
     """Encodes flat tensors into bytes and back. Instances are immutable, and equal when class and `name` are.
 
-    `wire_bytes` must not fall when elements are added, and spend at least a byte per block.
+    `wire_bytes` must not shrink as elements are added, and must be at least one byte per block.
     """
 
-    #: Elements that are encoded together, independently of others; a stream is cut only at multiples of it. What is
-    #: missing from the last block counts as zeros.
+    #: Elements that are encoded together, independently of others; a stream is cut only at multiples of it. An
+    #: incomplete last block is padded with zeros.
     block: int = 1
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Codec and options in one word; it is compared between ranks."""
+        """The codec and its options in one word; ranks compare it."""
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:
@@ -76,7 +76,7 @@ def wire_bytes(numel: int, like: Tensor, codec: Codec | None = None) -> int:
 
 
 def encode(codec: Codec, source: Tensor, wire: Tensor) -> None:
-    """`codec.encode`, whose failure is the codec's and no peer's."""
+    """`codec.encode`; its errors are the codec's, not a peer's."""
     try:
         codec.encode(source, wire)
     except Exception as error:

@@ -16,27 +16,27 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from sherd import observe
-from sherd.comm import network
 from sherd.comm.base import Communicator
 from sherd.comm.c10d.communicator import C10dCommunicator, backend_limit
 from sherd.comm.c10d.wire import Wire, keep_in_forks, over_gloo, over_group, uses_gloo
 from sherd.comm.cluster.communicator import ClusterCommunicator
-from sherd.comm.handshake import Handshake
 from sherd.comm.host.communicator import HostCommunicator
-from sherd.comm.host.rendezvous import Meeting, meet
-from sherd.comm.meeting_place import from_environment
-from sherd.comm.seal import Seal
-from sherd.comm.sealed_store import SealedStore
+from sherd.comm.host.joining.rendezvous import Meeting, meet
+from sherd.comm.meeting import network
+from sherd.comm.meeting.handshake import Handshake
+from sherd.comm.meeting.meeting_place import from_environment
 from sherd.comm.solo import SoloCommunicator
+from sherd.comm.trust.seal import Seal
+from sherd.comm.trust.sealed_store import SealedStore
 from sherd.config import CommOptions
 from sherd.errors import Unsupported
 
 log = logging.getLogger("sherd")
 _connections = itertools.count()
-# For groups that were made here: the store that their ranks met in, and what torch.distributed took for it.
-_places: weakref.WeakKeyDictionary[Any, tuple[Store, Store]] = weakref.WeakKeyDictionary()
+# For groups that were made here: the store that their ranks met in, and the one that torch.distributed got.
+_stores: weakref.WeakKeyDictionary[Any, tuple[Store, Store]] = weakref.WeakKeyDictionary()
 NewWire = Callable[[Handshake, timedelta, Seal | None], Wire]
-"""new_wire(handshake, timeout, secret): what carries the bytes of the c10d transport."""
+"""new_wire(handshake, timeout, seal): what carries the bytes of the c10d transport."""
 
 
 class Plan(NamedTuple):
@@ -51,7 +51,7 @@ class Plan(NamedTuple):
 def connect(options: CommOptions | None = None) -> Communicator:
     """A communicator among all ranks of this job. Collective.
 
-    Uses torch.distributed as it is initialised, or initialises it from torchrun's variables; without those, it is a
+    Uses torch.distributed as it is initialised, or initialises it from torchrun's variables; without those it is a
     world of one. Options that are not given come from SHERD_* variables.
     """
     options = options or CommOptions.from_env()
@@ -77,8 +77,8 @@ def _solo(options: CommOptions) -> Communicator:
 
 
 def join(store: Store, rank: int, world_ranks: Sequence[int], options: CommOptions) -> Communicator:
-    """A communicator among the ranks that call it, which meet in `store`: `rank` is the number of this one among them,
-    `world_ranks` are their names. torch.distributed does not know of it."""
+    """A communicator among the ranks that call this, which meet in `store`: `rank` is the number of this one among
+    them, `world_ranks` are their numbers in the world. torch.distributed does not know of it."""
     if len(world_ranks) == 1:
         return SoloCommunicator(options)
     with Handshake(store, rank, world_ranks, options) as handshake:
@@ -86,7 +86,7 @@ def join(store: Store, rank: int, world_ranks: Sequence[int], options: CommOptio
 
 
 def _gloo(store: Store, handshake: Handshake, limit: timedelta, seal: Seal | None) -> Wire:
-    """A group of our own, which torch.distributed does not know."""
+    """A group of our own, which torch.distributed does not know of."""
     world_ranks = [hello.rank for hello in handshake.hellos]
     return over_gloo(store, handshake.rank, world_ranks, limit, seal, handshake.interface())
 
@@ -99,35 +99,35 @@ def _default_backend(store: Store, handshake: Handshake, limit: timedelta, seal:
 def _initialise(store: Store, handshake: Handshake, timeout: float) -> None:
     """Start torch.distributed."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    # gloo believes what it finds in a store. Torch keeps its own half of one that is made in Python only.
-    place = SealedStore(store, handshake.seal) if handshake.token and backend == "gloo" else store
+    # gloo trusts what it finds in a store. Kept in `_stores`: torch keeps only the C++ half of it alive.
+    trusted = SealedStore(store, handshake.seal) if handshake.token and backend == "gloo" else store
     rank, world, limit = handshake.rank, handshake.world, timedelta(seconds=timeout)
-    dist.init_process_group(backend, store=place, rank=rank, world_size=world, timeout=limit)
-    _places[dist.group.WORLD] = store, place
+    dist.init_process_group(backend, store=trusted, rank=rank, world_size=world, timeout=limit)
+    _stores[dist.group.WORLD] = store, trusted
     keep_in_forks(dist.group.WORLD)
 
 
 def _settle_network(handshake: Handshake) -> None:
-    """For all ranks of a job: what its other groups use too, and who may listen."""
+    """Choose the interface, for the other groups of this job too, and warn where anyone could join."""
     interface = handshake.interface()
     if interface:
         os.environ[network.IFNAME] = interface.name
     if handshake.token is None and not handshake.together and handshake.rank == 0:
         where = f"interface {os.environ.get(network.IFNAME, 'of the network')}"
         log.warning(
-            "There is no SHERD_TOKEN, so whoever reaches %s of these machines can break or join this run; set the same "
-            "random characters on every machine (see docs/security.md)",
+            "There is no SHERD_TOKEN, so anyone who can reach %s of these machines can join or break this run; set it "
+            "to the same random characters on every machine (see docs/security.md)",
             where,
         )
 
 
 def _default_store() -> Store:
-    ours = _places.get(dist.group.WORLD)
+    ours = _stores.get(dist.group.WORLD)
     return ours[0] if ours else dist.distributed_c10d._get_default_store()
 
 
 def _join(handshake: Handshake, options: CommOptions, new_wire: NewWire) -> Communicator:
-    """Ranks that have said hello find out who shares a host, and choose."""
+    """Ranks that have said hello find out who shares a host, and choose a transport."""
     me = handshake.hellos[handshake.rank]
     observe.open_from_env(me.rank)
     meeting = meet(handshake.rank, me.rank, handshake.exchange, options, check=handshake.check)
@@ -135,13 +135,13 @@ def _join(handshake: Handshake, options: CommOptions, new_wire: NewWire) -> Comm
         options = options.replace(group=_ranks_per_host(meeting) or handshake.world)
     communicator = _choose(Plan(handshake, meeting, options, new_wire))
     try:
-        handshake.exchange("connected", True)  # nobody goes on with one who has failed on the way
+        handshake.exchange("connected", True)  # no rank goes on with one that failed on the way
     except BaseException as error:
         communicator.close(error)
         raise
     communicator.hosts = meeting.hosts
     hosts = [[meeting.cards[r].name for r in host] for host in meeting.hosts]
-    if isinstance(communicator, HostCommunicator):  # which watches the others by itself
+    if isinstance(communicator, HostCommunicator):  # which watches the others itself
         handshake.let_go()
     observe.emit("comm.connect", transport=communicator.transport, world=handshake.world, hosts=hosts)
     return communicator
@@ -157,7 +157,7 @@ def _choose(plan: Plan) -> Communicator:
 
 
 def _best(meeting: Meeting, options: CommOptions) -> str:
-    """The fastest transport that works; where that is c10d for a reason that could be changed, it is said."""
+    """The fastest transport that works; if that is c10d for a reason that could be removed, rank 0 warns."""
     refusal = _refusal(meeting)
     if not refusal and len(meeting.hosts) == 1:
         return "host"
@@ -165,7 +165,7 @@ def _best(meeting: Meeting, options: CommOptions) -> str:
         return "c10d"
     problem = refusal or _why_not_cluster(meeting, options)
     if problem and meeting.link.rank == 0:
-        log.warning("sherd uses c10d instead of faster shared memory: %s", problem)
+        log.warning("sherd uses c10d instead of shared memory, which is faster: %s", problem)
     return "c10d" if problem else "cluster"
 
 
@@ -180,7 +180,7 @@ def _flat(plan: Plan) -> Communicator:
 
 
 def _cluster(plan: Plan) -> Communicator:
-    """Shared memory among the ranks of this host, a group of its own for each column, and the flat way for the rest."""
+    """Shared memory among the ranks of this host, a group for each column, and one among all ranks for the rest."""
     flat = _over_network(plan)
     during = partial(plan.handshake.during, "columns")
     return ClusterCommunicator.over(flat, plan.meeting.link, plan.options, during, plan.handshake.check)
@@ -195,7 +195,7 @@ def _over_network(plan: Plan) -> C10dCommunicator:
 
 
 def _secret(plan: Plan) -> Seal | None:
-    """A key that nobody but these ranks has: by their token, or handed out inside their one host."""
+    """A key that only these ranks have: from their token, or handed out inside their one host."""
     handshake, meeting, options, _ = plan
     if handshake.token is not None:
         return handshake.seal
@@ -205,7 +205,7 @@ def _secret(plan: Plan) -> Seal | None:
 
 
 def _ranks_per_host(meeting: Meeting) -> int | None:
-    """Of hosts of equal size that hold consecutive ranks: they are the groups of the summation tree."""
+    """If hosts have the same size and hold consecutive ranks: then they are the groups of the summation tree."""
     sizes = {len(host) for host in meeting.hosts}
     consecutive = all(host == list(range(host[0], host[0] + len(host))) for host in meeting.hosts)
     return sizes.pop() if len(sizes) == 1 and consecutive else None
@@ -220,7 +220,7 @@ def _why_not_host(meeting: Meeting) -> str | None:
 def _why_not_cluster(meeting: Meeting, options: CommOptions) -> str | None:
     ranks = _ranks_per_host(meeting)
     if ranks is None:
-        return f"the hosts must hold as many consecutive ranks each, and these hold {meeting.hosts}"
+        return f"each host must hold the same number of consecutive ranks, and these hold {meeting.hosts}"
     if options.group != ranks:
         return f"sums are taken host by host, and group={options.group} is not the {ranks} ranks of a host"
     if options.order == "transport":

@@ -19,8 +19,8 @@ class Count:
 class Counters:
     """Counts by operation.
 
-    *Payload* is tensor data that other ranks read from this rank; *control* is everything that makes it possible:
-    fingerprints and headers. A broadcast's payload is attributed to its root, whatever tree the backend uses.
+    *Payload* is tensor data that other ranks read from this rank; *control* is everything else that is sent:
+    fingerprints and headers. The payload of a broadcast counts for its root, whatever tree the backend uses.
     """
 
     def __init__(self) -> None:
@@ -33,14 +33,13 @@ class Counters:
             count = self.by_operation[operation] = Count()
         count.calls += 1
         if self._agreeing:
-            count.control += payload + control
-            return
+            payload, control = 0, payload + control
         count.payload += payload
         count.control += control
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """Calls inside carry what ranks must agree on, not what they train: all of it is control."""
+        """Calls inside carry what ranks must agree on, not training data: all of it counts as control."""
         before, self._agreeing = self._agreeing, True
         try:
             yield

@@ -14,14 +14,14 @@ from sherd.observe.phases import COMMUNICATION
 
 
 class Handle(ABC):
-    """An operation under way. `wait()` completes it; until then its tensors must be left alone, the input until it is
+    """An operation under way. `wait()` completes it; do not touch its output before that, nor its input before it is
     released."""
 
     __slots__ = ("result",)
 
     #: What `wait()` returns; the communicator sets it before it hands the handle out.
     result: Tensor | None
-    #: Whether `wait()` will return at once, as far as is known without looking.
+    #: Whether `wait()` will return at once, as far as is known without checking.
     finished: bool = False
 
     @abstractmethod
@@ -30,7 +30,7 @@ class Handle(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether `wait()` would return at once. Moves the operation on as far as it can go without waiting."""
+        """Whether `wait()` would return at once. Moves the operation on as far as possible without waiting."""
 
     def release(self) -> None:
         """Wait until the input may be used for something else, which can be before the operation is complete."""
@@ -54,7 +54,7 @@ class Done(Handle):
 
 
 class CopyBack(Handle):
-    """An operation that writes a contiguous stand-in for the caller's output, copied over when it is complete."""
+    """An operation that writes to a contiguous stand-in for the caller's output, which is then copied there."""
 
     __slots__ = ("_flat", "_inner")
 
@@ -99,10 +99,10 @@ class Together(Handle):
 
 
 def time_waits() -> None:
-    """Have the time that a run's thread spends in `wait()` and `release()` count as communication, from now on.
+    """From now on, count the time that a run's thread spends in `wait()` and `release()` as communication.
 
-    Not before somebody wants to know: a call more for each wait is not much, but for nothing. It changes the classes of
-    handles, and stays for the life of the process: once no run is recorded, a wait has one test for None more.
+    Only for runs that are recorded, as it costs one more call for each wait. It patches the classes of handles for the
+    life of the process: when no run is recorded any more, a wait still has one more test for None.
     """
     kinds = Handle.__subclasses__()
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""A world of one: the same interface, nobody to talk to."""
+"""A world of one: the same interface, no communication."""
 
 from __future__ import annotations
 
@@ -26,10 +26,6 @@ class SoloCommunicator(Communicator):
     def __init__(self, options: CommOptions | None = None) -> None:
         super().__init__(0, 1, options or CommOptions())
 
-    @property
-    def host(self) -> Communicator:
-        return self
-
     def shared_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
 
@@ -44,33 +40,33 @@ class SoloCommunicator(Communicator):
     def _close(self, error: BaseException | None) -> None:
         pass
 
-    def _reduce_scatter(
+    def start_reduce_scatter(
         self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None, own: Tensor | None = None
     ) -> Handle:
         combine(self.tree, [_through(codec, source if own is None else own)], target, op)
         return self._count(call, target)
 
-    def _all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
+    def start_all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
         target.copy_(_through(codec, source))
         return self._count(call, target)
 
-    def _all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
-        return self._reduce_scatter(call, source, target, op, codec)
+    def start_all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
+        return self.start_reduce_scatter(call, source, target, op, codec)
 
-    def _broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
+    def start_broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
         return self._count(call, target)
 
-    def _all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
+    def start_all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
         target.copy_(source)
         return self._count(call, target)
 
-    def _send(self, call: Call, source: Tensor, to: int) -> Handle:
+    def start_send(self, call: Call, source: Tensor, to: int) -> Handle:
         raise AssertionError("a world of one has no peer; the base class refuses this call")
 
-    def _recv(self, call: Call, target: Tensor, source: int) -> Handle:
+    def start_recv(self, call: Call, target: Tensor, source: int) -> Handle:
         raise AssertionError("a world of one has no peer; the base class refuses this call")
 
-    def _barrier(self, call: Call) -> Handle:
+    def start_barrier(self, call: Call) -> Handle:
         return self._count(call, torch.empty(0))
 
     def _count(self, call: Call, target: Tensor) -> Handle:
@@ -79,7 +75,7 @@ class SoloCommunicator(Communicator):
 
 
 def _through(codec: Codec | None, source: Tensor) -> Tensor:
-    """What the others would see of `source`."""
+    """What other ranks would receive of `source`."""
     if codec is None:
         return source
     wire = torch.empty(codec.wire_bytes(source.numel()), dtype=torch.uint8, device=source.device)

@@ -1,4 +1,4 @@
-"""Adding contributions in the order of the summation tree, which every transport does, hence each gives the same bits.
+"""Adding contributions in the order of the summation tree. Every transport does, so all give the same bits.
 
 Half-precision contributions are added in fp32 and rounded once at the end of a group: a group's partial sum is what
 travels between hosts, and it travels in the dtype of the contributions (its *wire* dtype).
@@ -22,7 +22,7 @@ from sherd.layout.tree import SummationTree
 SUM_BLOCK = 32 * 1024
 
 # Up to this size every rank reads all contributions whole and adds them itself: one exchange instead of two. It is the
-# same for all transports because a codec would otherwise round once on one and twice on another.
+# same for all transports: a codec would otherwise round once on one and twice on another.
 _ONE_PHASE_BYTES = 32 * 1024
 _CUT_MULTIPLE = 64
 
@@ -56,14 +56,14 @@ def sum_dtype(wire: torch.dtype) -> torch.dtype:
 
 
 def check_reduction(rank: int, operation: str, name: str, dtype: torch.dtype, out: torch.dtype) -> None:
-    """Refuse a reduction that torch has no arithmetic for, while nothing of it was sent."""
+    """Refuse a reduction that torch cannot compute, before anything is sent."""
     if name not in REDUCTIONS:
         raise ConfigError(f"rank {rank}: unknown reduction {name!r}; {nearest(name, REDUCTIONS)}")
     if _can_combine(name, dtype, out):
         return
     numbers = dtype.is_floating_point or dtype.is_complex
     if name in BITWISE and numbers:
-        raise ConfigError(f"rank {rank}: {operation} by {name!r} needs whole numbers or bools, got {dtype}")
+        raise ConfigError(f"rank {rank}: {operation} by {name!r} needs integers or bools, got {dtype}")
     if dtype.is_complex and name in ("max", "min"):
         raise ConfigError(
             f"rank {rank}: {operation} by {name!r} got {dtype}, and complex numbers have no order; reduce "
@@ -78,7 +78,7 @@ def check_reduction(rank: int, operation: str, name: str, dtype: torch.dtype, ou
 
 @cache
 def _can_combine(name: str, dtype: torch.dtype, out: torch.dtype) -> bool:
-    """Found by doing it: which kernels there are differs between versions of torch."""
+    """Found by trying: versions of torch differ in the kernels they have."""
     zeros = [torch.zeros(2 * dtype.itemsize, dtype=torch.uint8).view(dtype) for _ in range(3)]
     room = torch.zeros(2 * out.itemsize, dtype=torch.uint8).view(out)
     try:
@@ -104,7 +104,7 @@ def combine(
     wire = parts[0].dtype
     if out.dtype == wire == sum_dtype(wire):
         if len(parts) == 2:
-            # One group or two: the same single addition, straight into its place.
+            # One group or two: the same single addition, straight into the output.
             REDUCTIONS[reduction](parts[0], parts[1], out=out)
             if reduction == "mean":
                 _divide(out, count)
@@ -120,7 +120,7 @@ def combine(
 
 
 def _combine_directly(parts: Sequence[Tensor], out: Tensor, reduction: str, count: int) -> None:
-    """In one group, straight into its place: nothing is rounded on the way and no later part is written over."""
+    """In one group, straight into the output: nothing is rounded on the way and no later part is overwritten."""
     add = REDUCTIONS[reduction]
     for place, first, *others in _in_blocks(out, *parts):
         total = first

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from sherd.comm import network
-from sherd.comm.seal import TOKEN, TOKEN_FILE
+from sherd.comm.meeting import network
+from sherd.comm.trust.seal import TOKEN, TOKEN_FILE
 from sherd.machine import check_loopback
 from sherd.ranks.worker import Task
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from sherd import observe
-from sherd.comm.leaving import leave_all
+from sherd.comm.closing import leave_all
 
 RUN, CLEAN, STOP = b"R", b"C", b"S"  # what the parent says
 READY, RETURNED, RAISED = b"+", b"r", b"x"  # what a rank answers

@@ -46,35 +46,35 @@ class FakeCommunicator(Communicator):
     def _close(self, error: BaseException | None) -> None:
         pass
 
-    def _reduce_scatter(
+    def start_reduce_scatter(
         self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None, own: Tensor | None = None
     ) -> Handle:
         mine = source.view(self.world, -1)[self.rank] if own is None else own
         target.copy_(mine * self.world if op == "sum" else mine)
         return self._count(call, target)
 
-    def _all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
+    def start_all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
         target.view(self.world, -1).copy_(source.expand(self.world, -1))
         return self._count(call, target)
 
-    def _all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
+    def start_all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
         target.copy_(source * self.world if op == "sum" else source)
         return self._count(call, target)
 
-    def _broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
+    def start_broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
         return self._count(call, target)
 
-    def _all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
+    def start_all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
         target.copy_(source)
         return self._count(call, target)
 
-    def _send(self, call: Call, source: Tensor, to: int) -> Handle:
+    def start_send(self, call: Call, source: Tensor, to: int) -> Handle:
         return self._count(call, source)
 
-    def _recv(self, call: Call, target: Tensor, source: int) -> Handle:
+    def start_recv(self, call: Call, target: Tensor, source: int) -> Handle:
         return self._count(call, target)
 
-    def _barrier(self, call: Call) -> Handle:
+    def start_barrier(self, call: Call) -> Handle:
         return self._count(call, torch.empty(0))
 
     def _count(self, call: Call, target: Tensor) -> Handle:

@@ -386,7 +386,7 @@ def refusals():
         x = torch.ones(4)
         with pytest.raises(Unsupported, match="PREMUL_SUM; multiply the tensor first"):
             dist.all_reduce(x, dist.ReduceOp.PREMUL_SUM(0.5))
-        with pytest.raises(ConfigError, match="BAND needs whole numbers"):
+        with pytest.raises(ConfigError, match="BAND needs integers"):
             dist.all_reduce(x, dist.ReduceOp.BAND)
         with pytest.raises(Unsupported, match="sparse"):
             dist.broadcast(x.to_sparse(), 0)

@@ -93,7 +93,7 @@ def test_a_killed_rank_is_named_to_the_training_loop_of_the_others(wrapper, tran
     for rank in (0, 2):
         error, closed = results[rank]
         assert re.search(rf"rank {VICTIM} on \S+ \(pid \d+\)", error), error
-        assert "cannot be used any more" in closed, closed
+        assert "can no longer be used" in closed, closed
 
 
 def functional_after_a_kill():

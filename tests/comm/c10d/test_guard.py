@@ -11,8 +11,8 @@ import time
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-import sherd.comm.c10d.guard
-from sherd.comm.c10d.guard import Guard
+import sherd.comm.meeting.guard
+from sherd.comm.meeting.guard import Guard
 from tests.helpers.processes import eventually
 
 pytestmark = pytest.mark.fake
@@ -115,7 +115,7 @@ def test_who_was_never_reached_is_not_called_dead(server, door):
 def test_where_there_is_no_way_to_the_others_there_is_no_door(monkeypatch):
     assert Guard(HashStore(), None, True).door is None
     for host in ("::ffff:127.0.0.1", "no such host", "a" * 300):
-        monkeypatch.setattr(sherd.comm.c10d.guard, "server_of", lambda store, host=host: host)
+        monkeypatch.setattr(sherd.comm.meeting.guard, "server_of", lambda store, host=host: host)
         guard = Guard(HashStore(), None, True)
         assert guard.door is None or guard.door[0] == ""
         guard.close()

@@ -152,9 +152,9 @@ def test_a_cut_cable_is_an_error_that_names_host_and_rank_in_time(aftermath, tra
         assert seconds < 2 * TIMEOUT + 1
         named = text + "".join(lines)
         if rank // local == 1:
-            assert "on host0 (pid" in named.partition("did not come")[0], (rank, named)
+            assert "on host0 (pid" in named.partition("did not reach this call")[0], (rank, named)
         else:
-            assert "on host1 (pid" in named.partition("did not come")[0], (rank, named)
+            assert "on host1 (pid" in named.partition("did not reach this call")[0], (rank, named)
 
 
 @pytest.mark.alone
@@ -166,7 +166,7 @@ def test_a_paused_host_is_a_warning_and_then_an_error_that_name_it(aftermath, tr
             assert kind in ("TimedOut", "PeerLost"), (rank, kind, text)  # it hears of it when it goes on
             continue
         assert kind == "TimedOut", (rank, kind, text)
-        assert "on host1 (pid" in text.partition("did not come")[0], text
+        assert "on host1 (pid" in text.partition("did not reach this call")[0], text
         assert seconds < 2 * TIMEOUT + 1
         assert any("on host1 (pid" in line.partition("for ")[2] for line in lines), (rank, lines)
 

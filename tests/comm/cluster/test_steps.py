@@ -206,7 +206,7 @@ def whole_weights(model):
 
 def blamed(told):
     """The hosts that an error says did not come, or were lost."""
-    headline = re.split("did not come|was lost|ended", told.text)[0].rpartition("reports: ")[2]
+    headline = re.split("did not reach this call|was lost|ended", told.text)[0].rpartition("reports: ")[2]
     return set(re.findall(r"rank \d+ on (host\d+) \(pid \d+\)", headline))
 
 

@@ -17,24 +17,24 @@ from hypothesis import strategies as st
 from sherd import CommOptions
 from sherd.comm import calls
 from sherd.comm.codec import Cast
-from sherd.comm.host import futex, rendezvous
+from sherd.comm.host import futex
 from sherd.comm.host.board import Board, State, progress, spins_pay
-from sherd.comm.host.memory import MemfdKeeper, Segment
-from sherd.comm.host.peers import Peers
-from sherd.comm.host.rendezvous import meet
-from sherd.comm.host.shared import STAGED, SharedMemory
-from sherd.comm.host.staging import Geometry, Staging
-from sherd.comm.host.support import unsupported_reason
+from sherd.comm.host.joining import rendezvous
+from sherd.comm.host.joining.rendezvous import meet
+from sherd.comm.host.joining.support import unsupported_reason
+from sherd.comm.host.memory import STAGED, MemfdKeeper, SharedBlock, SharedMemory
+from sherd.comm.host.transfer.staging import Geometry, Staging
+from sherd.comm.meeting.peers import Peers
 from sherd.errors import ConfigError, PeerLost, TimedOut
 from tests.helpers.processes import python
 
 pytestmark = pytest.mark.pure
 
 
-def segment(nbytes):
+def block(nbytes):
     fd = MemfdKeeper().create("test", nbytes)
     try:
-        return Segment(fd)
+        return SharedBlock(fd)
     finally:
         os.close(fd)
 
@@ -52,7 +52,7 @@ def test_a_segment_cannot_shrink_under_its_users():
 
 def test_two_mappings_of_a_segment_are_one_memory():
     fd = MemfdKeeper().create("test", 4096)
-    one, two = Segment(fd), Segment(fd)
+    one, two = SharedBlock(fd), SharedBlock(fd)
     os.close(fd)
     one.tensor(64, 3, torch.float64).copy_(torch.tensor([1.0, 2.0, 3.0]))
     assert two.tensor(64, 3, torch.float64).tolist() == [1.0, 2.0, 3.0]
@@ -60,7 +60,7 @@ def test_two_mappings_of_a_segment_are_one_memory():
 
 
 def test_a_futex_wakes_and_times_out_and_sees_a_changed_word():
-    memory = segment(4096)
+    memory = block(4096)
     words = memory.words()
     start = time.monotonic()
     futex.wait(memory.address, 0, 0.05)
@@ -99,8 +99,8 @@ def test_a_chunk_without_room_says_what_to_write():
 
 
 def test_a_chunk_is_free_again_when_everybody_has_read_it():
-    boards = [Board(memory, r, 2) for memory in [segment(Board.nbytes(2))] for r in range(2)]
-    ring = Staging(segment(Staging.nbytes(2, 4096, 2)), boards[0], 4096, 2)
+    boards = [Board(memory, r, 2) for memory in [block(Board.nbytes(2))] for r in range(2)]
+    ring = Staging(block(Staging.nbytes(2, 4096, 2)), boards[0], 4096, 2)
     for number in (1, 2):
         assert ring.free_after() == 0
         ring.take(progress(number, 1))
@@ -113,31 +113,31 @@ def test_a_chunk_is_free_again_when_everybody_has_read_it():
 
 
 def test_the_board_knows_who_writes_each_word_and_what_everyone_did():
-    memory = segment(Board.nbytes(5))
+    memory = block(Board.nbytes(5))
     boards = [Board(memory, r, 5) for r in range(5)]
     for r in range(5):
         assert boards[0].writer(boards[0].posted[r]) == boards[0].writer(boards[0].done[r]) == r
         for to in range(5):
             assert boards[0].writer(boards[0].sent(r, to)) == r
             assert boards[0].writer(boards[0].taken(r, to)) == to
-    assert boards[1].last_deed(3) == "has made no call yet"
+    assert boards[1].last_activity(3) == "has made no call yet"
     call = calls.Call("all_reduce", "all_reduce(float32[3], sum)")
     with calls.labelled("bucket 7 of the backward pass"):
         boards[3].write_header(9, call, calls.call_site(), (-1, 0), 4)
     boards[3].raise_flag(boards[3].posted[3], progress(9, 1))
-    assert "is in all_reduce(float32[3], sum) at bucket 7 of the backward pass (call 9" in boards[1].last_deed(3)
+    assert "is in all_reduce(float32[3], sum) at bucket 7 of the backward pass (call 9" in boards[1].last_activity(3)
     boards[3].raise_flag(boards[3].done[3], progress(9, 1))
-    assert boards[1].last_deed(3).startswith("last finished")
-    assert boards[1].place(3, 9) == (-1, 0, 4)
+    assert boards[1].last_activity(3).startswith("last finished")
+    assert boards[1].location(3, 9) == (-1, 0, 4)
     assert boards[0].all_well()
     boards[2].leave_word(State.LEFT, "goodbye")
     boards[2].leave_word(State.DIVERGED, "too late")
-    assert boards[0].trouble() == {2: (State.LEFT, "goodbye")}
+    assert boards[0].failures() == {2: (State.LEFT, "goodbye")}
     assert not boards[0].all_well()
 
 
 def test_more_call_texts_than_fit_are_overwritten_in_turn():
-    board = Board(segment(Board.nbytes(1)), 0, 1)
+    board = Board(block(Board.nbytes(1)), 0, 1)
     for i in range(700):
         with calls.labelled(f"line {i}"):
             board.write_header(i + 1, calls.Call("x", f"call {i}"), calls.call_site(), (-1, 0), 0)
@@ -154,7 +154,7 @@ def test_labels_that_change_with_every_step_do_not_pile_up():
 
 
 def test_shared_memory_finds_the_segment_of_a_tensor():
-    memory, first, second = SharedMemory(), segment(8192), segment(4096)
+    memory, first, second = SharedMemory(), block(8192), block(4096)
     assert memory.find(torch.ones(3)) is STAGED
     memory.add(first, common=False)
     memory.add(second, common=True)
@@ -258,10 +258,10 @@ def test_a_machine_that_cannot_share_memory_is_not_asked_to(monkeypatch):
 def test_signals_are_not_swallowed_while_waiting():
     code = (
         "import threading, os, signal, time\n"
-        "from tests.comm.host.test_parts import segment\n"
+        "from tests.comm.host.test_parts import block\n"
         "from sherd.comm.host import futex\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # jobs in the background start without it
-        "memory = segment(4096)\n"
+        "memory = block(4096)\n"
         "try:\n"
         "    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         "    while True: futex.wait(memory.address, 0, 600)\n"
@@ -274,7 +274,7 @@ def test_signals_are_not_swallowed_while_waiting():
 
 @pytest.mark.ranks
 def test_a_killed_sleeper_is_no_problem_for_the_waker():
-    memory = segment(4096)
+    memory = block(4096)
     child = os.fork()
     if child == 0:
         futex.wait(memory.address, 0, 60)

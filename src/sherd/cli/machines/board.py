@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.distributed import DistError, Store, TCPStore
 
-from sherd.comm.notes import LAUNCHERS
-from sherd.comm.seal import Seal
+from sherd.comm.meeting.notes import LAUNCHERS
+from sherd.comm.trust.seal import Seal
 
 HELLO = "sherd/launch/hello"  # by machine 0: which run this is, and how many machines it waits for
 PLAN = "sherd/launch/plan"  # by machine 0: all machines, once they are there

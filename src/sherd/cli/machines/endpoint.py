@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch.distributed import DistError, TCPStore
 
 from sherd.cli.machines.board import ANSWER, connected
-from sherd.comm import network
+from sherd.comm.meeting import network
 from sherd.errors import ConfigError
 from sherd.machine import unreachable
 

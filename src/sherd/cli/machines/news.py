@@ -13,7 +13,7 @@ from torch.distributed import DistError
 
 from sherd.cli.machines.board import FAULT, OFF, News
 from sherd.cli.machines.rendezvous import Meeting
-from sherd.comm.reports import printable
+from sherd.comm.meeting.reports import printable
 
 HEAR_SECONDS = 0.2  # between two looks at the board
 TELL_SECONDS = 1.0  # for the board to take a word: our own ranks do not wait longer for it

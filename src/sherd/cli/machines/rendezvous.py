@@ -22,9 +22,9 @@ from sherd.cli.machines.seat import Seat, Seats
 from sherd.cli.messages import say
 from sherd.cli.request import Request
 from sherd.cli.words import ranks_in_words
-from sherd.comm import network
-from sherd.comm.reports import printable
-from sherd.comm.seal import TOKEN, Seal
+from sherd.comm.meeting import network
+from sherd.comm.meeting.reports import printable
+from sherd.comm.trust.seal import TOKEN, Seal
 from sherd.errors import ConfigError, SherdError
 
 POLL_SECONDS = 0.1

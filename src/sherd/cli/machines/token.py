@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 
-from sherd.comm.seal import TOKEN, TOKEN_FILE, Seal, read_token, seal_of_token
+from sherd.comm.trust.seal import TOKEN, TOKEN_FILE, Seal, read_token, seal_of_token
 
 
 def set_token(file: str | None, machines: int) -> Seal | None:

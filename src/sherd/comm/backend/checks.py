@@ -1,7 +1,7 @@
-"""What torch hands over, checked before anything is sent: an argument that is wrong must not cost the group.
+"""Checks of what torch passes, before anything is sent: a wrong argument must not break the group.
 
-The communicator checks its own calls. Here is what it cannot know: torch's names of reductions, lists of tensors, and
-several calls that are made as one.
+The communicator checks its own calls. Here are the checks it cannot make: torch's names of reductions, lists of
+tensors, and several calls that are made as one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from sherd.comm.base import Communicator
+from sherd.comm.checked_call import is_expanded
 from sherd.comm.summation import BITWISE
 from sherd.errors import ConfigError, Unsupported
 
@@ -30,25 +31,25 @@ _REDUCTIONS = {
 
 
 def reduction(comm: Communicator, opts: Any, tensors: Sequence[Tensor]) -> str:
-    """The communicator's name of the reduction that torch asks for."""
+    """The communicator's name for the reduction that torch asks for."""
     op = opts.reduceOp.op
     name = _REDUCTIONS.get(op)
     if name is None:
-        fix = "multiply the tensor first and write ReduceOp.SUM" if op == ReduceOp.PREMUL_SUM else "write another"
+        fix = "multiply the tensor first and write ReduceOp.SUM" if op == ReduceOp.PREMUL_SUM else "use another one"
         raise Unsupported(f'rank {comm.rank}: the backend "sherd" has no {op}; {fix}')
     for tensor in tensors:
         if name in BITWISE and (tensor.is_floating_point() or tensor.is_complex()):
-            raise ConfigError(f"rank {comm.rank}: {op} needs whole numbers or bools, got {tensor.dtype}")
+            raise ConfigError(f"rank {comm.rank}: {op} needs integers or bools, got {tensor.dtype}")
     return name
 
 
 def dense(comm: Communicator, tensors: Sequence[Tensor]) -> None:
-    """Refuse what does not lie densely in the CPU's memory."""
+    """Refuse tensors that are not dense, or not in CPU memory."""
     for tensor in tensors:
         if not (tensor.is_cpu and tensor.layout is torch.strided):
             what = tensor.device if not tensor.is_cpu else tensor.layout
             raise Unsupported(
-                f'rank {comm.rank}: the backend "sherd" moves dense tensors in memory of the CPU, got {what}; '
+                f'rank {comm.rank}: the backend "sherd" moves dense tensors in CPU memory, got {what}; '
                 'for others write new_group(backend="gloo") or "nccl"'
             )
 
@@ -62,7 +63,7 @@ def room(comm: Communicator, output: Tensor) -> Tensor:
 
 
 def only(comm: Communicator, operation: str, tensors: Sequence[Tensor]) -> Tensor:
-    """The one tensor that there may be."""
+    """The only tensor that this operation takes."""
     if len(tensors) != 1:
         raise ConfigError(f"rank {comm.rank}: {operation} takes one tensor, got {len(tensors)}")
     return tensors[0]
@@ -71,7 +72,7 @@ def only(comm: Communicator, operation: str, tensors: Sequence[Tensor]) -> Tenso
 def calls(
     comm: Communicator, operation: str, pairs: Sequence[tuple[Tensor, Tensor | None]], detail: str | int = ""
 ) -> None:
-    """Refuse calls that are made one after the other, before the first of them is. A single one checks itself."""
+    """Check calls that are made one after another before the first is made. A single one checks itself."""
     if not pairs:
         raise ConfigError(f"rank {comm.rank}: {operation} got no tensors")
     if len(pairs) > 1:
@@ -80,7 +81,7 @@ def calls(
 
 
 def paired(comm: Communicator, operation: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-    """As many of one as of the other."""
+    """Refuse lists of different lengths."""
     if len(outputs) != len(inputs):
         raise ConfigError(
             f"rank {comm.rank}: {operation} needs an output for each input, got {len(outputs)} for {len(inputs)}"
@@ -100,16 +101,16 @@ def parts(comm: Communicator, operation: str, tensors: Sequence[Tensor], like: T
 
 
 def writable(comm: Communicator, operation: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse outputs that are written when everything is complete, and could not be."""
+    """Refuse outputs that could not be written once everything is complete."""
     for tensor in tensors:
-        if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if is_expanded(tensor):
             raise ConfigError(
                 f"rank {comm.rank}: {operation} cannot write into an expanded tensor; write output.contiguous()"
             )
 
 
 def split(comm: Communicator, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """Along the first dimension, equally where no sizes are given."""
+    """The parts along the first dimension, of equal size if no sizes are given."""
     rows = tensor.shape[0] if tensor.dim() else 0
     if sizes:
         if len(sizes) != comm.world or sum(sizes) != rows or min(sizes) < 0:

@@ -1,8 +1,8 @@
-"""Collectives that torch has and the communicator has not, made of those that it has.
+"""Collectives that torch has and the communicator lacks, built from those that it has.
 
-All ranks first agree on the words of the call, which say more than the parts it is made of: a gather on one rank and an
-all-gather on another are an error, as are two roots. Before that a rank checks all that it was given: of what it
-refuses, it has sent nothing.
+All ranks first agree on the text of the call, which says more than the calls it is built from: a gather on one rank and
+an all-gather on another are an error, as are two roots. Before that, a rank checks everything it was given: when it
+refuses a call, it has sent nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def reduce(comm: Communicator, tensor: Tensor, root: int, op: str) -> list[Handl
 
 
 def gather(comm: Communicator, input: Tensor, outputs: Sequence[Tensor], root: int) -> Parts:
-    """Everybody's `input` in the `outputs` of `root`."""
+    """Every rank's `input` in the `outputs` of `root`."""
     comm.check_rank(root, "gather", "root")
     comm.check("all_gather", flat(input))
     if comm.rank == root:
@@ -81,7 +81,7 @@ def all_to_all(comm: Communicator, outputs: Sequence[Tensor], inputs: Sequence[T
 
 
 def _agreed_width(comm: Communicator, sent: Sequence[int], taken: Sequence[int], dtype: torch.dtype) -> int:
-    """The size of the largest part. Where one does not fit, every rank finds that, and nobody goes on. Collective."""
+    """The size of the largest part. If a part does not fit, every rank raises the same error. Collective."""
     mine = torch.tensor([*sent, *taken])
     everybody = comm.all_gather(mine, what=f"sizes of an all_to_all of {dtype}").wait().view(comm.world, 2, -1)
     given, room = everybody[:, 0], everybody[:, 1].t()  # by sender, then receiver
@@ -96,7 +96,7 @@ def _agreed_width(comm: Communicator, sent: Sequence[int], taken: Sequence[int],
 
 
 def sparse_all_reduce(comm: Communicator, tensor: Tensor, op: str) -> Parts:
-    """The sum of sparse tensors, as embeddings have them for gradients, in place of `tensor`."""
+    """The sum of sparse tensors, such as the gradients of embeddings, in place of `tensor`."""
     if op != "sum":
         raise ConfigError(f"rank {comm.rank}: sparse tensors can be summed, not reduced by {op}; write ReduceOp.SUM")
     mine = tensor.detach().coalesce()
@@ -113,7 +113,7 @@ def sparse_all_reduce(comm: Communicator, tensor: Tensor, op: str) -> Parts:
     def finish() -> None:
         rows, found = (torch.cat(_without_padding(handle.wait(), counts)) for handle in gathered)
         total = torch.sparse_coo_tensor(rows.t(), found, tensor.shape, check_invariants=False).coalesce()
-        with torch.no_grad():  # a detached sparse tensor would keep its own number of elements
+        with torch.no_grad():  # a detached sparse tensor would keep its old number of elements
             tensor.copy_(total)
 
     return [agreed, *gathered], finish

@@ -1,4 +1,4 @@
-"""How torch.distributed gets a group of the backend."""
+"""How torch.distributed creates a group of this backend."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def create(place: Any, options: CommOptions | None) -> Group:
         raise ConfigError(
             f'the backend "sherd" takes pg_options=sherd.CommOptions(...), got a {type(options).__name__}'
         )
-    # A store can outlive the group that was made over it: the next one of that name must not read what the last wrote.
-    # Counted there, as not every rank is in every group; all members come once before any of them comes again.
+    # A store can outlive its group: the next group of that name must not read what the last one wrote. The groups are
+    # counted in the store, as not every rank is in every group; all members join one before any of them joins the next.
     size = place.group_size
     earlier = (place.store.add(f"sherd/{size}", 1) - 1) // size
     store = PrefixStore(f"sherd/{size}/{earlier}", place.store)
@@ -34,7 +34,7 @@ def create(place: Any, options: CommOptions | None) -> Group:
 
 
 def _default_options(timeout: timedelta) -> CommOptions:
-    """From the SHERD_* variables; a timeout that was given to torch wins over theirs."""
+    """From the SHERD_* variables; a timeout that was given to torch takes precedence."""
     if timeout == dist.constants.default_pg_timeout:
         return CommOptions.from_env()
     return CommOptions.from_env(timeout=timeout.total_seconds())

@@ -1,6 +1,6 @@
 """A process group of torch.distributed over a communicator.
 
-The names of the methods are torch's. C++ calls those that its trampolines know; the others are found by Python.
+The names of the methods are torch's. C++ calls those that its trampolines know; torch's Python code calls the others.
 """
 
 # Torch declares overloads that its own functions do not use.
@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 
 from sherd.comm.backend import checks, collectives
 from sherd.comm.backend.collectives import flat
-from sherd.comm.backend.works import Pending, Turn
+from sherd.comm.backend.works import Locked, Pending
 from sherd.comm.base import Communicator
 from sherd.comm.handle import Handle
 from sherd.errors import Unsupported
@@ -29,14 +29,14 @@ _DEFAULT = AllreduceOptions()
 
 
 class Group(dist.ProcessGroup):
-    """Ranks of torch.distributed that talk over sherd's transports."""
+    """Ranks of torch.distributed that communicate over sherd's transports."""
 
     def __init__(self, store: Store, communicator: Communicator) -> None:
         # Torch's other constructor, with a store, makes groups that C++ does not call back.
         super().__init__(communicator.rank, communicator.world)  # type: ignore[call-arg]
         self.communicator = communicator
         self._store = store
-        self._turn = Turn(communicator)
+        self._locked = Locked(communicator)
         self._name = self._description = "undefined"
         self._coalesced: list[Pending] | None = None
 
@@ -45,7 +45,7 @@ class Group(dist.ProcessGroup):
     def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = _DEFAULT) -> dist.Work:
         if isinstance(tensors, Tensor):  # as torch's DDP calls it for ranks that have joined
             tensors = [tensors]
-        with self._turn as comm:
+        with self._locked as comm:
             if any(tensor.is_sparse for tensor in tensors):
                 tensor = checks.only(comm, "an all_reduce of sparse tensors", tensors)
                 handles, finish = collectives.sparse_all_reduce(comm, tensor, checks.reduction(comm, opts, tensors))
@@ -59,7 +59,7 @@ class Group(dist.ProcessGroup):
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
-        with self._turn as comm:
+        with self._locked as comm:
             tensor = checks.only(comm, "reduce", tensors)
             checks.dense(comm, tensors)
             op = checks.reduction(comm, opts, tensors)
@@ -71,7 +71,7 @@ class Group(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = _DEFAULT
     ) -> dist.Work:
-        with self._turn as comm:
+        with self._locked as comm:
             checks.paired(comm, "reduce_scatter", outputs, inputs)
             checks.dense(comm, inputs)
             op = checks.reduction(comm, opts, inputs)
@@ -92,7 +92,7 @@ class Group(dist.ProcessGroup):
     # ---------------------------------------------------------------- movements
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
-        with self._turn as comm:
+        with self._locked as comm:
             checks.dense(comm, tensors)
             checks.calls(comm, "broadcast", [(t, t) for t in tensors], opts.rootRank)
             return self._pending([comm.broadcast(t, opts.rootRank) for t in tensors], tensors)
@@ -103,7 +103,7 @@ class Group(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        with self._turn as comm:
+        with self._locked as comm:
             checks.paired(comm, "all_gather", outputs, inputs)
             checks.dense(comm, inputs)
             pairs = [(flat(given), checks.room(comm, t)) for given, t in zip(inputs, outputs, strict=True)]
@@ -111,7 +111,7 @@ class Group(dist.ProcessGroup):
             return self._pending([comm.all_gather(given, taken) for given, taken in pairs], outputs)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        with self._turn as comm:
+        with self._locked as comm:
             checks.paired(comm, "all_gather", outputs, inputs)
             checks.dense(comm, inputs)
             for given, taken in zip(inputs, outputs, strict=True):
@@ -134,21 +134,21 @@ class Group(dist.ProcessGroup):
         return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
-        with self._turn as comm:
+        with self._locked as comm:
             given, taken = checks.only(comm, "gather", inputs), outputs[0] if outputs else []
             checks.dense(comm, inputs)
             handles, finish = collectives.gather(comm, given, taken, opts.rootRank)
         return self._pending(handles, taken, finish)
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> dist.Work:
-        with self._turn as comm:
+        with self._locked as comm:
             taken, given = checks.only(comm, "scatter", outputs), inputs[0] if inputs else []
             checks.dense(comm, outputs)
             handles, finish = collectives.scatter(comm, taken, given, opts.rootRank)
         return self._pending(handles, outputs, finish)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        with self._turn as comm:
+        with self._locked as comm:
             checks.dense(comm, (*inputs, *outputs))
             handles, finish = collectives.all_to_all(comm, outputs, inputs)
         return self._pending(handles, outputs, finish)
@@ -161,7 +161,7 @@ class Group(dist.ProcessGroup):
         input_split_sizes: Sequence[int],
         opts: Any = None,
     ) -> dist.Work:
-        with self._turn as comm:
+        with self._locked as comm:
             checks.dense(comm, (input, output))
             if output_split_sizes or input_split_sizes:
                 outputs = checks.split(comm, output, output_split_sizes)
@@ -169,22 +169,23 @@ class Group(dist.ProcessGroup):
             return self._pending([comm.all_to_all(flat(input), checks.room(comm, output))], [output])
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> dist.Work:
-        with self._turn as comm:
+        with self._locked as comm:
             checks.dense(comm, tensors)
             checks.calls(comm, "send", [(t, t) for t in tensors], to)
             return self._pending([comm.send(t, to, tag) for t in tensors], tensors)
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> dist.Work:
-        with self._turn as comm:
+        with self._locked as comm:
             checks.dense(comm, tensors)
             checks.calls(comm, "recv", [(t, t) for t in tensors], source)
             return self._pending([comm.recv(t, source, tag) for t in tensors], tensors)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> dist.Work:
-        raise Unsupported(f'rank {self.rank()}: the backend "sherd" receives from a rank; write recv(tensor, src=...)')
+        fix = "write recv(tensor, src=...)"
+        raise Unsupported(f'rank {self.rank()}: the backend "sherd" cannot receive from an unnamed rank; {fix}')
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        with self._turn as comm:
+        with self._locked as comm:
             handles = [comm.barrier()]
         return self._pending(handles, [])
 
@@ -200,20 +201,13 @@ class Group(dist.ProcessGroup):
     def shutdown(self) -> None:
         self.communicator.close()
 
-    def abort(self) -> None:
-        self.communicator.close()
-
     def rank(self) -> int:
         return self.communicator.rank
 
     def size(self) -> int:
         return self.communicator.world
 
-    def getRank(self) -> int:  # noqa: N802
-        return self.communicator.rank
-
-    def getSize(self) -> int:  # noqa: N802
-        return self.communicator.world
+    abort, getRank, getSize = shutdown, rank, size  # noqa: N815
 
     def getBackendName(self) -> str:  # noqa: N802
         return "sherd"
@@ -249,14 +243,14 @@ class Group(dist.ProcessGroup):
             for work in works:
                 work.wait()
 
-        return Pending(self._turn, [], [], finish)
+        return Pending(self._locked, [], [], finish)
 
     # ---------------------------------------------------------------- private
 
     def _pending(
         self, handles: Sequence[Handle], outputs: Sequence[Tensor], finish: Callable[[], None] | None = None
     ) -> dist.Work:
-        work = Pending(self._turn, handles, outputs, finish)
+        work = Pending(self._locked, handles, outputs, finish)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

@@ -1,8 +1,8 @@
 """What a call of the backend returns to torch.
 
-Nothing runs in the background: an operation is completed by the thread that waits for it. So an error comes out of
-`wait()`, where torch hands it on to the training loop as it is. It must never be put into a future: torch's functions
-drop it there, and its DDP takes it for a tensor.
+Nothing runs in the background: an operation is completed by the thread that waits for it. So an error is raised by
+`wait()`, from where torch passes it on to the training loop as it is. It must never be put into a future: torch's
+functions lose it there, and its DDP takes it for a tensor.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _NO_LIMIT = timedelta(0)
 _LOOK_EVERY = 0.0005
 
 
-class Turn:
-    """`with turn as communicator`: one thread at a time. Torch promises no more than that the ranks' calls have one
-    order; a checkpoint, for one, may be saved by a thread of its own."""
+class Locked:
+    """`with locked as communicator`: one thread at a time. Torch only promises that all ranks make their calls in the
+    same order; a checkpoint, for one, may be saved by a thread of its own."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._thread = threading.get_ident()
 
     def __enter__(self) -> Communicator:
-        self._communicator.turn.acquire()
+        self._communicator.lock.acquire()
         thread = threading.get_ident()
         if thread != self._thread:
             self._communicator.use_here()
@@ -42,17 +42,21 @@ class Turn:
         return self._communicator
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._communicator.turn.release()
+        self._communicator.lock.release()
 
 
 class Pending(dist.Work):
     """Operations under way. `outputs` are torch's result; `finish` is what is left to do when they are complete."""
 
     def __init__(
-        self, turn: Turn, handles: Sequence[Handle], outputs: Sequence[Tensor], finish: Callable[[], None] | None = None
+        self,
+        locked: Locked,
+        handles: Sequence[Handle],
+        outputs: Sequence[Tensor],
+        finish: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
-        self._turn = turn
+        self._locked = locked
         self._handles = handles
         self._outputs = list(outputs)
         self._finish = finish
@@ -63,7 +67,7 @@ class Pending(dist.Work):
         if not self._complete:
             if timeout > _NO_LIMIT:
                 self._wait_within(timeout.total_seconds())
-            with self._turn:
+            with self._locked:
                 self._wait()
         return True
 
@@ -74,7 +78,7 @@ class Pending(dist.Work):
         """Whether `wait()` would return, or raise, at once."""
         if self._complete or self._error is not None:
             return True
-        with self._turn:
+        with self._locked:
             try:
                 if not all(handle.done() for handle in self._handles):
                     return False
@@ -94,7 +98,7 @@ class Pending(dist.Work):
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A completed one: nobody could complete it later, as it is waited for outside of Python."""
+        """A completed future: it could not be completed later, as torch waits for it outside Python."""
         self.wait()
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result(self._outputs)

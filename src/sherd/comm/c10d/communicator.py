@@ -2,10 +2,10 @@
 
 Data moves as bytes with the backend's all-to-all, all-gather and broadcast; sums are taken here, in the order of the
 tree. On gloo that is also faster than its own reduce-scatter, which is an all-reduce and sends twice what is needed.
-With `order="transport"` the backend reduces in whatever order it likes, where it can.
+With `order="transport"` the backend reduces in its own order, where it can.
 
-Before each operation the ranks exchange a small fingerprint, because backends answer calls that do not match with
-garbage, a hang or a crash. `check=False` spares that message.
+Before each operation the ranks exchange a small fingerprint, because with calls that do not match, backends return
+garbage, hang or crash. `check=False` saves that message.
 """
 
 from __future__ import annotations
@@ -23,37 +23,39 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from sherd.comm import faults
 from sherd.comm.base import Communicator
-from sherd.comm.c10d.guard import Guard
 from sherd.comm.c10d.handle import C10dHandle
-from sherd.comm.c10d.lanes import Aside, Lane, Message, close_lanes
+from sherd.comm.c10d.lanes import Lane, LaneOperation, close_lanes
 from sherd.comm.c10d.slices import Slices, Steps, as_bytes
-from sherd.comm.c10d.watchdog import MOVE_EVERY, Watchdog
+from sherd.comm.c10d.watchdog import MOVE_EVERY, Attempt, Slow, TakeStance, Watchdog
 from sherd.comm.c10d.wire import COME_BACK, LINGER, Transfer, Wire, over_group
-from sherd.comm.calls import Call, call_site, site_text
+from sherd.comm.calls import Call, Site, call_site
+from sherd.comm.closing import unusable
 from sherd.comm.codec import Codec, wire_bytes
-from sherd.comm.deadlock import COLLECTIVE, Stance
 from sherd.comm.handle import Handle
-from sherd.comm.host.peers import Peers
-from sherd.comm.progress import move_everything, take_part
-from sherd.comm.seal import Seal
+from sherd.comm.meeting.guard import Guard
+from sherd.comm.meeting.peers import Peers
 from sherd.comm.solo import SoloCommunicator
 from sherd.comm.summation import cut_for, one_phase
+from sherd.comm.trust.seal import Seal
+from sherd.comm.waiting import faults
+from sherd.comm.waiting.deadlock import COLLECTIVE, Stance
+from sherd.comm.waiting.progress import move_everything, take_part
+from sherd.comm.waiting.side_thread import SideThread
 from sherd.config import CommOptions
-from sherd.errors import CodecFailed, CommClosed, CommError, Diverged
+from sherd.errors import CodecFailed, CommError, Diverged
 
 _HEADER = struct.Struct("<Q504s")  # fingerprint, call and site
 HEADER_BYTES = _HEADER.size
 
 
 def backend_limit(options: CommOptions) -> timedelta:
-    """For the backend's own connecting: after ours, because ours names the rank that is missing."""
+    """For the backend's own connecting: longer than ours, which names the rank that is missing."""
     return timedelta(seconds=2 * options.timeout)
 
 
 class C10dCommunicator(Communicator):
-    """Ranks of a process group. Takes a group for itself: nobody else should use `group` meanwhile."""
+    """Ranks of a process group. Nothing else should use `group` at the same time."""
 
     transport = "c10d"
 
@@ -74,7 +76,7 @@ class C10dCommunicator(Communicator):
         self._number = 0
         self._alone = SoloCommunicator(self.options)
         self._broken: str | None = None
-        self._untold: CommError | None = None  # what broke it, while no call of this rank has raised it
+        self._untold: CommError | None = None  # the failure, until a call of this rank has raised it
         self._in_exchanges: C10dHandle | None = None
         self._lanes: dict[tuple[str, int], Lane] = {}
         self._messages: dict[str, dict[int, int]] = {"send": {}, "recv": {}}  # how many, by peer
@@ -85,7 +87,7 @@ class C10dCommunicator(Communicator):
         place, seal = PrefixStore("sherd", wire.store), (wire.seal or Seal(b"")).derived("watchdog")
         self._watchdog = Watchdog(place, seal, self.rank, self.names, peers, self.options, guard)
         take_part(self)
-        # Called by close(), or when nobody holds this communicator any more, or at the end of the process.
+        # Called by close(), when nothing refers to this communicator any more, or at the end of the process.
         self._leave = weakref.finalize(self, _leave, os.getpid(), self._watchdog, self._lanes, wire)
 
     # ---------------------------------------------------------------- groups and life
@@ -100,34 +102,27 @@ class C10dCommunicator(Communicator):
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         self._check_group(ranks)
-        self._site = call_site()
+        self.site = call_site()
         self._issue(Call("subgroup", f"subgroup({list(ranks)})"), 0, _no_steps).complete()
         if self.rank not in ranks or len(ranks) == 1:
             return SoloCommunicator(self.options) if self.rank in ranks else None
-        wire = self.watched(lambda: self._wire.subgroup(ranks, backend_limit(self.options)), ranks)
+        wire = self.watched(lambda: self.wire_among(ranks), ranks)
         options = self.options.replace(group=min(self.tree.group, len(ranks)))
         peers = self._peers.renumbered({r: i for i, r in enumerate(ranks)}) if self._peers else None
         return C10dCommunicator(wire, options, [self.names[r] for r in ranks], peers)
 
     def watched(self, work: Callable[[], Wire], ranks: Sequence[int]) -> Wire:
-        """Do work that waits for `ranks` inside the backend, with an eye on them."""
-        aside = Aside(work, "sherd-subgroup")
-        with self._breaking():
-            self._watchdog.watch(aside.attempt, ranks)
-        return aside.result()
+        """Do work that waits for `ranks` inside the backend, and watch these ranks meanwhile."""
+        thread = SideThread(work, "sherd-subgroup")
+        self.watch(thread.attempt, ranks)
+        return thread.result()
 
     def use_here(self) -> None:
         take_part(self)
         self._watchdog.use_here()
 
-    def fail(self, error: CommError) -> None:
-        """Give up because of what happened elsewhere, and tell the other ranks."""
-        if self._broken is None:
-            self._break(str(error))
-            self._watchdog.report(error)
-
     def _break(self, why: str, untold: CommError | None = None) -> None:
-        """Whatever is under way will not get through."""
+        """What is under way will not get through."""
         self._untold, self._broken = untold, why
         self._wire.fail()
 
@@ -142,12 +137,36 @@ class C10dCommunicator(Communicator):
         self._lanes.clear()
 
     def move_all(self) -> int:
-        """Move on what takes several exchanges, without waiting; the number of operations that need it."""
+        """Move on the operation that takes several exchanges, without waiting; how many such there are."""
         return 0 if self._in_exchanges is None or self._in_exchanges.done() else 1
+
+    # ---------------------------------------------------------------- for a communicator that this one is a part of
+
+    def wire_among(self, ranks: Sequence[int]) -> Wire:
+        """A wire of their own for some of these ranks. Collective among them."""
+        return self._wire.subgroup(ranks, backend_limit(self.options))
+
+    def note_call(self, call: Call, number: int, site: Site) -> Callable[[], None]:
+        """Tell the watchdog of a collective that takes another route; what is returned tells it that this is over."""
+        self._number, self.site = number, site
+        return self._begin(call, 0)
+
+    def watch(
+        self, attempt: Attempt, ranks: Sequence[int], slow: Slow = tuple, stance: TakeStance = lambda: None
+    ) -> None:
+        """`Watchdog.watch`; what it raises is the end of this communicator."""
+        with self._breaking():
+            self._watchdog.watch(attempt, ranks, slow, stance)
+
+    def fail(self, error: CommError) -> None:
+        """Give up because of a failure elsewhere, and tell the other ranks."""
+        if self._broken is None:
+            self._break(str(error))
+            self._watchdog.report(error)
 
     # ---------------------------------------------------------------- operations
 
-    def _reduce_scatter(
+    def start_reduce_scatter(
         self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None, own: Tensor | None = None
     ) -> Handle:
         cut = target.numel()
@@ -158,11 +177,11 @@ class C10dCommunicator(Communicator):
         exchanges = 2 if self._slices.goes_in_pieces(source, cut, codec) else 1
         return self._issue(call, payload, lambda: self._slices.reduce(source, target, cut, op, codec), exchanges)
 
-    def _all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
+    def start_all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
         payload = (self.world - 1) * wire_bytes(source.numel(), source, codec)
         return self._issue(call, payload, lambda: self._slices.gather(source, target, codec))
 
-    def _all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
+    def start_all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
         numel, peers = source.numel(), self.world - 1
         if self._backend_reduces(source, op, codec):
             payload = 2 * peers * wire_bytes(numel, source) // self.world
@@ -179,20 +198,20 @@ class C10dCommunicator(Communicator):
             return False
         return self._slices.backend_reduces(source.dtype, op)
 
-    def _broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
+    def start_broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
         def steps() -> Steps:
             yield self._wire.broadcast(as_bytes(target), root)
 
         payload = (self.world - 1) * wire_bytes(target.numel(), target) if self.rank == root else 0
         return self._issue(call, payload, steps)
 
-    def _all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
+    def start_all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
         def steps() -> Steps:
             yield self._slices.all_to_all(target, source)
 
         return self._issue(call, (self.world - 1) * wire_bytes(source.numel() // self.world, source), steps)
 
-    def _barrier(self, call: Call) -> Handle:
+    def start_barrier(self, call: Call) -> Handle:
         def steps() -> Steps:
             token = torch.zeros(self.world + 1, dtype=torch.uint8, device=self._device)
             yield self._slices.all_gather(token[1:], token[:1])
@@ -201,8 +220,8 @@ class C10dCommunicator(Communicator):
         handle.result = torch.empty(0)
         return handle
 
-    def _send(self, call: Call, source: Tensor, to: int) -> Handle:
-        header = self._header(call)
+    def start_send(self, call: Call, source: Tensor, to: int) -> Handle:
+        header = self.header(call, self.site)
 
         def steps() -> Iterator[Transfer]:
             if self.options.check:
@@ -212,14 +231,14 @@ class C10dCommunicator(Communicator):
 
         return self._message(call, wire_bytes(source.numel(), source), to, steps)
 
-    def _recv(self, call: Call, target: Tensor, source: int) -> Handle:
-        header = self._header(call)
+    def start_recv(self, call: Call, target: Tensor, source: int) -> Handle:
+        header = self.header(call, self.site)
 
         def steps() -> Iterator[Transfer]:
             if self.options.check:
                 sent = torch.empty_like(header)
                 yield self._wire.recv(sent, source)
-                self._compare([(self.rank, header), (source, sent)], aside=True)
+                self.compare([(self.rank, header), (source, sent)], aside=True)
             if target.numel():
                 yield self._wire.recv(as_bytes(target), source)
 
@@ -228,8 +247,8 @@ class C10dCommunicator(Communicator):
     # ---------------------------------------------------------------- checking and waiting
 
     def _issue(self, call: Call, payload: int, steps: Callable[[], Steps], exchanges: int = 1) -> C10dHandle:
-        """Start an operation. One that takes several exchanges must be through before the next is started: ranks that
-        wait in different orders would exchange the wrong ones."""
+        """Start an operation. One that takes several exchanges must be complete before the next is started: ranks that
+        wait in different orders would mix them up."""
         self._check_usable()
         if self._in_exchanges is not None:
             self._in_exchanges.complete()
@@ -243,31 +262,30 @@ class C10dCommunicator(Communicator):
         return handle
 
     def _message(self, call: Call, payload: int, peer: int, steps: Callable[[], Iterator[Transfer]]) -> Handle:
-        def watch(attempt: Callable[[float], bool]) -> None:
+        def watch(attempt: Attempt) -> None:
             def attempt_and_move(seconds: float) -> bool:
                 # The peer may be waiting for this rank's part of something else before it sends.
                 return attempt(MOVE_EVERY if move_everything() else seconds)
 
-            with self._breaking():
-                self._watchdog.watch(attempt_and_move, [peer], stance=stance)
+            self.watch(attempt_and_move, [peer], stance=stance)
 
         def stance() -> Stance | None:
             return self.stance(call.operation, count, text, peer) if self._wire.waits_for_recv else None
 
         lane = (call.operation, peer)
-        text = f"{call.text} at {site_text(self._site)}"
+        text = call.made_at(self.site)
         self._check_usable()
         finished = self._begin(call, payload)
         counts = self._messages[call.operation]
         count = counts[peer] = counts.get(peer, 0) + 1
         if lane not in self._lanes:
             self._lanes[lane] = Lane(f"sherd-{call.operation}-{peer}")
-        message = Message(steps(), watch, finished)
+        message = LaneOperation(steps(), watch, finished)
         self._lanes[lane].add(message)
         return message
 
     def stance(self, kind: str, count: int, text: str, peer: int = -1) -> Stance:
-        """This rank waits for its `count`-th call of a kind; in a collective, for all ranks to come to it."""
+        """This rank waits in its `count`-th call of a kind; in a collective, for all ranks to reach it."""
         sends, recvs = dict(self._messages["send"]), dict(self._messages["recv"])
         return Stance(kind, peer, count, text, self._number, sends, recvs)
 
@@ -279,34 +297,38 @@ class C10dCommunicator(Communicator):
             finally:
                 del error  # its traceback holds this frame
         if self._broken is not None:
-            raise CommClosed(f"this communicator cannot be used any more: {self._broken}")
+            raise unusable(self._broken)
 
     def _begin(self, call: Call, payload: int) -> Callable[[], None]:
         self.counters.add(call.operation, payload, HEADER_BYTES * (self.world - 1) if self.options.check else 0)
         with self._breaking():
             message = call.operation in self._messages
-            deed = self._watchdog.enter(self._number, f"{call.text} at {site_text(self._site)}", message)
-        return partial(self._watchdog.finish, deed)
+            entered = self._watchdog.enter(self._number, call.made_at(self.site), message)
+        return partial(self._watchdog.activity.finish, entered)
 
     def _agree(self, call: Call) -> None:
         """All ranks make this call, or all of them get an error."""
         if not self.options.check:
             return
-        header = self._header(call)
+        header = self.header(call, self.site)
         headers = torch.empty(self.world * header.numel(), dtype=torch.uint8, device=self._device)
-        text = f"{call.text} at {site_text(self._site)}"
+        text = call.made_at(self.site)
         with self._breaking():
             work = self._wire.all_gather(headers, header)
             self._watchdog.wait(work, lambda: self.stance(COLLECTIVE, self._number, text))
         self._wire.met = True
-        self._compare(list(enumerate(headers.view(self.world, -1))))
+        self.compare(list(enumerate(headers.view(self.world, -1))))
 
-    def _header(self, call: Call) -> Tensor:
-        text = f"{call.text} at {site_text(self._site)}".encode()[:503]
+    def header(self, call: Call, site: Site) -> Tensor:
+        """What ranks compare of a call before they make it."""
+        text = call.made_at(site).encode()[:503]
         return torch.frombuffer(bytearray(_HEADER.pack(call.fingerprint, text)), dtype=torch.uint8).to(self._device)
 
-    def _compare(self, headers: Sequence[tuple[int, Tensor]], aside: bool = False) -> None:
-        """`aside`: on the thread of a message, whose rank may make other calls before it waits for that."""
+    def compare(self, headers: Sequence[tuple[int, Tensor]], aside: bool = False) -> None:
+        """Raise unless these ranks made the same call, this one's own header among them.
+
+        `aside`: on the thread of a message, whose rank may make other calls before it waits for that one.
+        """
         calls = [(rank, *_HEADER.unpack(bytes(header.tolist()))) for rank, header in headers]
         mine = next(fingerprint for rank, fingerprint, _ in calls if rank == self.rank)
         if all(fingerprint == mine for _, fingerprint, _ in calls):
@@ -322,15 +344,13 @@ class C10dCommunicator(Communicator):
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
-        """What goes wrong between ranks leaves them in different places: the communicator is of no more use."""
+        """A failure leaves ranks out of sync, so this communicator can no longer be used."""
         try:
             yield
-        except CodecFailed as error:
-            self._break(str(error))
-            self._watchdog.report(error)
-            raise
         except CommError as error:
             self._break(str(error))
+            if isinstance(error, CodecFailed):  # of which the others do not know
+                self._watchdog.report(error)
             raise
         except RuntimeError as error:
             fault = self._watchdog.explain(error, range(self.world))
@@ -347,7 +367,7 @@ class C10dCommunicator(Communicator):
 
 
 def _leave(pid: int, watchdog: Watchdog, lanes: dict[tuple[str, int], Lane], wire: Wire) -> None:
-    """Say goodbye and let everything go. A forked child, such as a worker of a DataLoader, has nothing to let go."""
+    """Say goodbye and release everything. A forked child, such as a DataLoader worker, has nothing to release."""
     if os.getpid() == pid:
         close_lanes(list(lanes.values()), 0.0 if wire.faulty else LINGER, wire.break_off, COME_BACK)
         watchdog.close()

@@ -58,12 +58,12 @@ class C10dHandle(Handle):
                 work = self._work
                 assert work is not None
                 self._wait(work)
-                if self._work is work:  # while it waited, it may have been moved on
+                if self._work is work:  # it may have been moved on while this waited
                     self._work = next(self._steps, None)
         except BaseException as error:
-            # The backend's work holds connections, and who was told of an error may keep this.
-            self._failure = f"this call has failed before: {error}"
+            # The backend's work keeps connections open, and the caller may keep this handle.
+            self._failure = f"this call has failed already: {error}"
             self._work = None
             raise
         if self._work is None:
-            self._breaking = nullcontext  # no more of the communicator, which may hold this one
+            self._breaking = nullcontext  # drop the communicator, which may refer to this handle

@@ -1,29 +1,25 @@
 """Sends and receives over a process group.
 
-The backend moves a large message only while both ends wait for it, and knows a finished one only by waiting. So each
+The backend moves a large message only while both ends wait for it, and only a wait shows that one is complete. So each
 direction to each peer is a *lane* with a thread of its own: its messages go through in order, and two ranks may send to
 each other before either receives.
 """
 
 from __future__ import annotations
 
-import atexit
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from torch import Tensor
 
 from sherd.comm.handle import Handle
+from sherd.comm.waiting.side_thread import inside_the_backend
 from sherd.errors import CommClosed
-
-T = TypeVar("T")
-
-AT_EXIT = 1.0  # seconds
 
 
 class Waitable(Protocol):
@@ -32,8 +28,8 @@ class Waitable(Protocol):
     def wait(self) -> object: ...
 
 
-class Message(Handle):
-    """A send or receive on its lane. `watch` waits for it with an eye on the peers."""
+class LaneOperation(Handle):
+    """An operation on a lane, such as a send or receive. `watch` waits for it and watches the peers."""
 
     __slots__ = ("_failure", "_finished", "_first", "_steps", "_watch", "error", "over")
 
@@ -46,16 +42,16 @@ class Message(Handle):
         self.over = threading.Event()
         self._first: Waitable | None = None
         self.error: BaseException | None = None
-        self._failure: str | None = None  # what it said, once somebody was told
+        self._failure: str | None = None  # its text, once it was raised
         self.result = None
 
     def start(self) -> None:
-        """Go as far as there is nothing to wait for, before the message is put on its lane."""
+        """Go as far as possible without waiting, before the operation is put on its lane."""
         with self._failing():
             self._first = next(self._steps, None)
 
     def run(self) -> None:
-        """The rest of it, on the lane's thread, which then has to say that it is `over`."""
+        """The rest of it, on the lane's thread, which then sets `over`."""
         first, self._first = self._first, None
         with self._failing():
             if first is not None:
@@ -65,11 +61,11 @@ class Message(Handle):
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Whatever it is, it belongs to the rank that waits."""
+        """Keep any error for the rank that waits."""
         try:
             yield
         except BaseException as error:
-            self.error = error.with_traceback(None)  # which would hold the backend's work
+            self.error = error.with_traceback(None)  # which would keep the backend's work alive
 
     def wait(self) -> Tensor:
         self._watch(self._attempt)
@@ -86,7 +82,7 @@ class Message(Handle):
             raise CommClosed(self._failure)
         if over and self.error is not None:
             error, self.error = self.error, None
-            self._failure = f"this message has failed before: {error}"
+            self._failure = f"this message has failed already: {error}"
             try:
                 raise error
             finally:
@@ -94,52 +90,22 @@ class Message(Handle):
         return over
 
 
-class Aside(Generic[T]):
-    """Work that waits in the backend, where nobody would notice that it is in vain: on a thread of its own, which is
-    left behind then."""
-
-    def __init__(self, work: Callable[[], T], name: str) -> None:
-        self._work = work
-        self._made: list[T] = []
-        self._error: BaseException | None = None
-        self._over = threading.Event()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def attempt(self, seconds: float) -> bool:
-        """Whether it is done, after at most some seconds. Raises what it raised."""
-        over = self._over.wait(seconds)
-        if over and self._error is not None:
-            raise self._error
-        return over
-
-    def result(self) -> T:
-        """What it gave."""
-        return self._made.pop()
-
-    def _run(self) -> None:
-        with inside_the_backend(self._over):
-            try:
-                self._made.append(self._work())
-            except BaseException as error:  # it belongs to the rank
-                self._error = error
-
-
 class Lane:
-    """Messages in one direction between this rank and a peer."""
+    """Operations that go through one after another, such as the messages from this rank to a peer."""
 
     def __init__(self, name: str) -> None:
-        messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self.add = messages.put
-        self.close = weakref.finalize(self, messages.put, None)  # once what is on it is through
+        operations: queue.SimpleQueue[LaneOperation | None] = queue.SimpleQueue()
+        self.add = operations.put
+        self.close = weakref.finalize(self, operations.put, None)  # once the operations on it are complete
         self.ended = threading.Event()
-        # A daemon: a message that never comes must not keep a process from ending.
-        self.thread = threading.Thread(target=_run, args=(messages, self.ended), name=name, daemon=True)
+        # A daemon: a message that never arrives must not keep a process from ending.
+        self.thread = threading.Thread(target=_run, args=(operations, self.ended), name=name, daemon=True)
         self.thread.start()
 
 
 def close_lanes(lanes: Sequence[Lane], seconds: float, break_off: Callable[[], None], at_most: float) -> None:
-    """Let what is on the lanes get through, for some seconds; then `break_off` wakes what is left of it, `at_most` so
-    long."""
+    """Give the operations on the lanes some `seconds` to complete; then `break_off` wakes those that are left, which
+    have `at_most` seconds to end."""
     for lane in lanes:
         lane.close()
     if not _have_ended(lanes, seconds):
@@ -149,35 +115,13 @@ def close_lanes(lanes: Sequence[Lane], seconds: float, break_off: Callable[[], N
 
 def _have_ended(lanes: Sequence[Lane], seconds: float) -> bool:
     deadline = time.monotonic() + seconds
-    others = [lane for lane in lanes if lane.thread is not threading.current_thread()]  # which may hold the last of it
+    others = [lane for lane in lanes if lane.thread is not threading.current_thread()]  # which may run this
     return all(lane.ended.wait(max(deadline - time.monotonic(), 0)) for lane in others)
 
 
-_in_the_backend: set[threading.Event] = set()
-"""Each is set when a thread has come back from there."""
-
-
-def _run(messages: queue.SimpleQueue[Message | None], ended: threading.Event) -> None:
-    while (message := messages.get()) is not None:
-        with inside_the_backend(message.over):
-            message.run()
-            del message  # first: once its rank hears of it, nobody but that holds what it holds
+def _run(operations: queue.SimpleQueue[LaneOperation | None], ended: threading.Event) -> None:
+    while (operation := operations.get()) is not None:
+        with inside_the_backend(operation.over):
+            operation.run()
+            del operation  # before its rank is told, which must then hold the only reference
     ended.set()
-
-
-@contextmanager
-def inside_the_backend(over: threading.Event) -> Iterator[None]:
-    """For a thread that nobody waits for, while it is in the backend; then it is `over`."""
-    _in_the_backend.add(over)
-    yield
-    _in_the_backend.discard(over)
-    over.set()
-
-
-@atexit.register
-def _let_them_come_back() -> None:
-    """A thread that comes back from the backend when the interpreter has gone aborts the process. After a fault, the
-    other ranks are about to end as well, and with them what it waits for."""
-    deadline = time.monotonic() + AT_EXIT
-    for over in list(_in_the_backend):
-        over.wait(max(deadline - time.monotonic(), 0))

@@ -1,4 +1,4 @@
-"""How slices move over a process group: generators that yield the backend's work they need completed to go on."""
+"""How slices move over a process group: generators that yield the backend's work that has to complete next."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sherd.layout.tree import SummationTree
 Steps = Generator[dist.Work, None, None]
 Pair = tuple[Tensor, Tensor]
 
-# A large exchange goes a few MB at a time, the next while the last is added: memory stays bounded. Of 1 to 32 MB, 4 and
-# 8 were the fastest on two ranks.
+# A large exchange goes in pieces of a few MB, each sent while the previous one is added: memory is bounded. Of 1 to
+# 32 MB, 4 and 8 were the fastest on two ranks.
 EXCHANGE_BYTES = 8 << 20
 
 _REDUCE = {
@@ -32,8 +32,8 @@ _REDUCE = {
     "xor": dist.ReduceOp.BXOR,
 }
 
-# What gloo gets right, found by trying all. For the rest it has no kernel, which breaks the group, or it adds the bytes
-# of bools.
+# What gloo gets right, found by trying all. For the rest it has no kernel, which breaks the group, or adds the bytes of
+# bools.
 _FLOATS = ("sum", "mean", "max", "min", "product")
 _WHOLE = ("sum", "max", "min", "product", "and", "or", "xor")
 _BACKEND_REDUCES = {
@@ -59,7 +59,7 @@ class Slices:
         return codec is None and not whole
 
     def reduce(self, source: Tensor, target: Tensor, cut: int, op: str, codec: Codec | None) -> Steps:
-        """Reduce this rank's slice of everybody's `source` into `target`."""
+        """Reduce this rank's slice of every rank's `source` into `target`."""
         if codec is not None:
             yield from self._reduce_encoded(_padded(source, self._world * cut), target, op, codec)
         elif self.goes_in_pieces(source, cut, codec):
@@ -70,7 +70,7 @@ class Slices:
             combine(self._tree, received.view(self._world, cut).unbind(), target, op)
 
     def gather(self, source: Tensor, target: Tensor, codec: Codec | None) -> Steps:
-        """Everybody's `source`, in rank order."""
+        """Every rank's `source`, in rank order."""
         if codec is None and source.dtype == target.dtype:
             yield self.all_gather(target, source)
             return
@@ -81,17 +81,17 @@ class Slices:
         arrived = torch.empty(self._world, wire.numel(), dtype=torch.uint8, device=source.device)
         yield self.all_gather(arrived.view(-1), wire)
         for place, row in zip(target.view(self._world, -1), arrived, strict=True):
-            # As on every transport, what arrives has the dtype of what was given before it is cast to the output's.
+            # As on every transport, data arrives in the dtype of the input and is then cast to that of the output.
             place.copy_(decoded(codec, row, source.numel(), source.dtype) if codec else row.view(source.dtype))
 
     def gather_and_reduce(self, source: Tensor, target: Tensor, op: str) -> Steps:
-        """Everybody's `source`, reduced here."""
+        """Every rank's `source`, reduced here."""
         everything = torch.empty(self._world, source.numel(), dtype=source.dtype, device=source.device)
         yield from self.gather(source, everything.view(-1), None)
         combine(self._tree, everything.unbind(), target, op)
 
     def reduce_and_gather(self, source: Tensor, target: Tensor, cut: int, op: str, codec: Codec | None) -> Steps:
-        """Each rank reduces its slice, then everybody gathers them."""
+        """Each rank reduces its slice, then all of them are gathered."""
         mine = target[self._rank * cut : (self._rank + 1) * cut]
         yield from self.reduce(source, mine, cut, op, codec)
         if codec is not None:
@@ -106,7 +106,7 @@ class Slices:
     # ---------------------------------------------------------------- in the backend's own order
 
     def backend_reduces(self, dtype: torch.dtype, op: str) -> bool:
-        """Whether the backend can."""
+        """Whether the backend can do this reduction."""
         return op in _BACKEND_REDUCES.get(dtype, ())
 
     def backend_reduce_scatter(self, source: Tensor, target: Tensor, op: str) -> Steps:
@@ -185,7 +185,7 @@ class Slices:
 
     @contextmanager
     def _scratch(self, like: Tensor) -> Iterator[tuple[Pair, Pair]]:
-        """Two pairs of buffers. They are kept: touching new pages costs as much as sending what they hold."""
+        """Two pairs of buffers, which are reused: touching new pages costs as much as sending what they hold."""
         whole = self._buffers.pop() if self._buffers else None
         if whole is None or whole.device != like.device:
             whole = torch.empty(4 * EXCHANGE_BYTES, dtype=torch.uint8, device=like.device)

@@ -1,10 +1,10 @@
 """The connections of a gloo group, and how to break them.
 
-Gloo cannot be told to give up: `abort()` does not wake what waits for a peer, and a group that is dropped waits for it.
-A connection that breaks wakes everything, except what it breaks in the middle: gloo tells those whose message has not
-begun, and forgets the one that it was just writing or reading (`Pair::signalException`), whose thread then waits for
-ever. But a message that has begun goes on by itself, as gloo begins none before the other end is ready for it. So what
-is on its way gets a moment.
+Gloo cannot be told to give up: `abort()` does not wake a thread that waits for a peer, and dropping a group waits for
+it. A broken connection wakes every thread, except that of a message it interrupts: gloo fails the messages that have
+not begun, and forgets the one it was just writing or reading (`Pair::signalException`), whose thread then waits for
+ever. But a message that has begun completes by itself, as gloo begins none before the other end is ready for it. So
+messages on their way get a moment.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-QUIET = 0.2  # seconds without a byte in either direction: nobody is in the middle of a message
-STALLED = 1.0  # seconds without one although some are waiting: the peer is stopped or cut off
+QUIET = 0.2  # seconds without a byte in either direction: no message is under way
+STALLED = 1.0  # seconds without one although some are waiting: the peer is suspended or cut off
 AT_MOST = 10.0  # seconds; a very large message is left in the middle
 LOOK_EVERY = 0.01
 _BYTES = struct.Struct("=QQ")  # acknowledged and received, in the kernel's tcp_info
@@ -32,7 +32,7 @@ _BYTES_AT = 120
 
 
 class Connections:
-    """Sockets that somebody else owns, known by number and inode: a number may belong to another file later."""
+    """Sockets that gloo owns, known by number and inode: a number may belong to another file later."""
 
     def __init__(self) -> None:
         self._known: list[tuple[int, int]] = []
@@ -41,7 +41,7 @@ class Connections:
     def opened_here(self, peers: int) -> Iterator[None]:
         """Remember the connections that are opened inside, if there is one for each of `peers` on every device.
 
-        Other threads may open some meanwhile; then nobody knows whose they are, and none is remembered.
+        Other threads may open some meanwhile; then it is not known whose they are, and none is remembered.
         """
         before = _connected()
         yield
@@ -50,7 +50,7 @@ class Connections:
         self._known = sorted(new) if len(new) == peers * devices else []
 
     def shut_down(self) -> None:
-        """Break those that are still there, on both ends, once they are quiet."""
+        """Break those that still exist, on both ends, once they are quiet."""
         known, self._known = self._known, []
         with contextlib.ExitStack() as held:
             there = [held.enter_context(sock) for sock in map(_own_handle, known) if sock is not None]
@@ -61,7 +61,7 @@ class Connections:
 
 
 def _own_handle(known: tuple[int, int]) -> socket.socket | None:
-    """A handle of our own for a socket, if it is still the same."""
+    """A duplicate of a socket, if the number still belongs to it."""
     number, inode = known
     try:
         mine = os.dup(number)  # first: now it cannot become another file
@@ -74,7 +74,7 @@ def _own_handle(known: tuple[int, int]) -> socket.socket | None:
 
 
 def _wait_until_quiet(connections: Sequence[socket.socket]) -> None:
-    """Until nothing moves on them, and nothing is left to be moved."""
+    """Wait until no bytes move on them, and none are left to be moved."""
     last: list[_Traffic] = []
     began = moved = time.monotonic()
     while connections and (now := time.monotonic()) - began < AT_MOST:
@@ -87,7 +87,7 @@ def _wait_until_quiet(connections: Sequence[socket.socket]) -> None:
 
 
 class _Traffic(NamedTuple):
-    """What has gone over a connection, and the bytes that wait in the kernel to be sent or read."""
+    """The bytes that a connection has moved, and those that wait in the kernel to be sent or read."""
 
     moved: tuple[int, ...]
     waiting: int
@@ -97,13 +97,13 @@ def _traffic(connection: socket.socket) -> _Traffic:
     try:
         moved = _BYTES.unpack_from(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192), _BYTES_AT)
         queued = [fcntl.ioctl(connection, which, bytes(4)) for which in (termios.TIOCOUTQ, termios.FIONREAD)]
-    except (OSError, struct.error, AttributeError):  # broken already, or a system that does not tell
+    except (OSError, struct.error, AttributeError):  # broken already, or not reported by this system
         return _Traffic((), 0)
     return _Traffic(moved, sum(int.from_bytes(each, sys.byteorder) for each in queued))
 
 
 def _connected() -> set[tuple[int, int]]:
-    """The TCP connections of this process: their numbers and inodes. None where the system does not list them."""
+    """The TCP connections of this process: their numbers and inodes. Empty where the system does not list them."""
     found = set()
     folder = Path("/proc/self/fd")
     for number in [int(entry.name) for entry in folder.iterdir()] if folder.exists() else []:

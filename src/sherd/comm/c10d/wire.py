@@ -1,10 +1,10 @@
 """The process group that carries the bytes of the c10d transport.
 
-Its own methods are called, not the functions of torch.distributed: those know only groups that are registered, and
-cost some microseconds more for each call.
+Its own methods are called, not the functions of torch.distributed: those only know registered groups, and cost a few
+microseconds more per call.
 
-A gloo group of our own has no timeout once it is connected: gloo's clock runs while a job is paused, and what it names
-is nobody. Who waits decides when to give up, and then breaks the connections.
+A gloo group of our own has no timeout once it is connected: gloo's clock runs while a job is suspended, and its errors
+name no rank. The watchdog decides when to give up, and then breaks the connections.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from sherd.comm.c10d.lanes import inside_the_backend
 from sherd.comm.c10d.sockets import Connections
-from sherd.comm.closed import CLOSED
-from sherd.comm.network import Interface, told
-from sherd.comm.seal import Seal
-from sherd.comm.sealed_store import SealedStore
+from sherd.comm.closing import CLOSED
+from sherd.comm.meeting.network import Interface, told
+from sherd.comm.trust.seal import Seal
+from sherd.comm.trust.sealed_store import SealedStore
+from sherd.comm.waiting.side_thread import inside_the_backend
 
-CONNECTED = "connected"  # the key under which the store counts the ranks whose group is
-FOREVER = timedelta(days=3650)  # in nanoseconds, still far from what 63 bits hold
-LINGER = 0.2  # seconds that what is under way has to get through after a communicator is closed
+CONNECTED = "connected"  # the key under which the store counts the ranks whose group is connected
+FOREVER = timedelta(days=3650)  # its nanoseconds still fit into 63 bits
+LINGER = 0.2  # seconds that operations under way have to complete after a communicator is closed
 COME_BACK = 1.0  # seconds for the backend to notice that its connections are broken
-ALL_COME = 2.0  # seconds for the others to be connected as well, before a group that was never used is dropped
-ALL_KNOW = 10.0  # seconds after a fault, when nobody takes a broken connection for what went wrong
+ALL_CONNECT = 2.0  # seconds for the others to be connected as well, before a group that was never used is dropped
+ALL_KNOW = 10.0  # seconds after a fault, when no rank mistakes a broken connection for its cause
 
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def keep_in_forks(group: Any) -> None:
-    """A forked process has the groups of the rank that it comes from, but not their threads, for whose end they would
-    wait if they were collected there: they never are, not even when it ends."""
+    """A forked process has the groups of its parent, but not their threads, whose end the groups would wait for if they
+    were collected there: so they never are, not even when the process ends."""
     _groups.add(group)
 
 
 def _keep_for_ever() -> None:
-    gc.freeze()  # nor is anything else that was in a circle: a store, a connection, whatever their threads still used
+    gc.freeze()  # nor is anything else in a reference cycle: a store, a connection, whatever their threads used
     for group in _groups:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -78,11 +78,11 @@ class Transfer:
         if self._limit is None:
             self._work.wait()
         else:
-            self._work.wait(self._limit)  # messages have the timeout of the group's connecting otherwise
+            self._work.wait(self._limit)  # messages would otherwise have the timeout for connecting
 
 
 class Wire:
-    """A process group that nobody else uses, and the store of its ranks. Every operation is asynchronous."""
+    """A process group that nothing else uses, and the store of its ranks. Every operation is asynchronous."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Wire:
         subgroup: NewGroup,
         connections: Connections | None = None,
         seal: Seal | None = None,  # a secret of these ranks
-        kept: object = None,  # what the group uses without holding it
+        kept: object = None,  # what the group uses without keeping it alive
     ) -> None:
         self.group = group
         self.seal = seal
@@ -105,17 +105,17 @@ class Wire:
         self.device = device
         self.world_ranks = world_ranks
         self.subgroup = subgroup
-        self.met = False  # a collective was complete, hence everyone is connected
+        self.met = False  # a collective has completed, so every rank is connected
         self.faulty = False
         self._timer: threading.Timer | None = None
         self._connections = connections  # None where torch.distributed owns the group
         self._limit = None if connections is None else FOREVER
-        self.waits_for_recv = connections is not None  # gloo sends nothing, however small, before somebody receives
+        self.waits_for_recv = connections is not None  # gloo sends nothing, however small, before the peer receives
         keep_in_forks(group)
 
     def fail(self) -> None:
-        """What is under way will not get through. It is woken when the other ranks have their own errors, so that a
-        communicator that nobody closes is not held by its own threads."""
+        """Operations under way will not complete. They are woken once the other ranks have their own errors, so that a
+        communicator that is never closed is not kept alive by its own threads."""
         if not self.faulty and self._connections is not None:
             self._timer = threading.Timer(ALL_KNOW, self._connections.shut_down)
             self._timer.daemon = True
@@ -123,7 +123,7 @@ class Wire:
         self.faulty = True
 
     def close(self) -> None:
-        """Let the group go, with its threads and sockets. What is under way has a moment to get through, or none
+        """Release the group, with its threads and sockets. Operations under way have a moment to complete, but not
         after a fault."""
         if self.group is CLOSED:
             return
@@ -133,24 +133,24 @@ class Wire:
         if self._connections is None:
             dist.destroy_process_group(held[0])
             return
-        # The group waits in its destructor until its threads are through.
+        # The destructor of the group waits for its threads.
         gone = threading.Event()
         waits_for = None if self.met or self.faulty else self.store
-        first = self.break_off if self.faulty else None  # on the thread: who has an error to raise does not wait for it
+        first = self.break_off if self.faulty else None  # on the thread: an error must not wait for it
         try:
             arguments = (held, gone, waits_for, self.world, first)
             threading.Thread(target=_drop, args=arguments, name="sherd-closing", daemon=True).start()
-        except RuntimeError:  # the interpreter is about to end, and has no more threads
+        except RuntimeError:  # the interpreter is ending, and starts no more threads
             self.break_off()
             _drop(held, gone)
         if self.faulty:
             gone.wait(LINGER)
-        elif not gone.wait(LINGER + (0.0 if waits_for is None else ALL_COME)):
+        elif not gone.wait(LINGER + (0.0 if waits_for is None else ALL_CONNECT)):
             self.break_off()
             gone.wait(COME_BACK)
 
     def break_off(self) -> None:
-        """Wake whatever waits in the backend: it gets an error."""
+        """Wake every thread that waits in the backend, with an error."""
         if self._connections is not None:
             self._connections.shut_down()
 
@@ -200,12 +200,12 @@ def _drop(
     world: int = 0,
     first: Callable[[], None] | None = None,
 ) -> None:
-    """Drop a group: with a store, when everyone is connected, as those that are not would get an error."""
+    """Drop a group: with a store, once all ranks are connected, as those that are not would get an error."""
     with inside_the_backend(gone):
         if first is not None:
             first()
         if store is not None:
-            deadline = time.monotonic() + ALL_COME
+            deadline = time.monotonic() + ALL_CONNECT
             with contextlib.suppress(RuntimeError):
                 while store.add(CONNECTED, 0) < world and time.monotonic() < deadline:
                     time.sleep(0.005)
@@ -214,7 +214,7 @@ def _drop(
 
 def over_group(group: dist.ProcessGroup, store: Store | None = None, seal: Seal | None = None) -> Wire:
     """Over a group that torch.distributed has registered. `store` is where its ranks meet, by default the group's own,
-    which torch gives to another group of the same name after it was destroyed."""
+    which torch gives to the next group of the same name once this one is destroyed."""
     ranks = dist.get_process_group_ranks(group)
     place = store or dist.distributed_c10d._get_process_group_store(group)
 
@@ -235,8 +235,8 @@ def over_gloo(
     seal: Seal | None = None,
     interface: Interface | None = None,
 ) -> Wire:
-    """Over a gloo group of its own, which torch.distributed does not know. Collective among `world_ranks`, which have
-    `timeout` to come. With a `seal`, gloo believes only what they write into the store."""
+    """Over a new gloo group, which torch.distributed does not know of. Collective among `world_ranks`, which have
+    `timeout` to connect. With a `seal`, gloo trusts only what they write into the store."""
     made: dict[tuple[int, ...], int] = {}
 
     def subgroup(members: Sequence[int], limit: timedelta) -> Wire:
@@ -248,17 +248,17 @@ def over_gloo(
 
     world = len(world_ranks)
     connections = Connections()
-    believed = store if seal is None else SealedStore(store, seal)
+    trusted = store if seal is None else SealedStore(store, seal)
     with told(interface), connections.opened_here(world - 1):
-        group = dist.ProcessGroupGloo(PrefixStore("gloo", believed), rank, world, timeout=timeout)
+        group = dist.ProcessGroupGloo(PrefixStore("gloo", trusted), rank, world, timeout=timeout)
     group.set_timeout(FOREVER)
     store.add(CONNECTED, 1)
-    return Wire(group, rank, store, torch.device("cpu"), world_ranks, subgroup, connections, seal, believed)
+    return Wire(group, rank, store, torch.device("cpu"), world_ranks, subgroup, connections, seal, trusted)
 
 
 def uses_gloo() -> bool:
-    """Whether torch's default backend would move all data of this machine over gloo, or is sherd's own, which stands on
-    that."""
+    """Whether torch's default backend would move all data of this machine over gloo, or is sherd's own, which uses
+    gloo."""
     if dist.get_backend() == "sherd":
         return True
     backends = dict(pair.split(":") for pair in str(dist.get_backend_config()).split(","))

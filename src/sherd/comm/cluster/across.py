@@ -1,16 +1,17 @@
 """How slices cross the network: messages between the ranks of a column, waited for on a thread of their own.
 
-Messages to single peers and not the backend's collectives: what arrives goes straight to its place, nothing is copied
-for the rank itself, and a connection that breaks says to whom. The generators here are started when an operation is
-ready to cross, so that its first messages are posted behind those of earlier ones and the network is never idle; what
-is left of them runs on the column's lane, so that an exchange goes on while the rank computes.
+Messages to single peers instead of the backend's collectives: data arrives straight where it belongs, a rank copies
+nothing for itself, and a broken connection names the peer. The generators here are started when an operation is ready
+to cross, so that its first messages are queued behind those of earlier ones and the network is never idle; the rest of
+them runs on the column's lane, so that an exchange goes on while the rank computes.
 
-The messages of an operation have a *tag* of their own, made of its number and its fingerprint. Two ranks that make
-different calls hence never get each other's data, and find out by their headers.
+The messages of an operation have *tags* of their own, made of its number and its fingerprint. So two ranks that make
+different calls never get each other's data, and their headers show the difference.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
@@ -20,18 +21,19 @@ from torch import Tensor
 
 from sherd.comm.c10d.slices import EXCHANGE_BYTES, as_bytes
 from sherd.comm.c10d.wire import Transfer, Wire
-from sherd.comm.cluster.spares import Spares
 from sherd.comm.codec import Codec, decoded, encode
-from sherd.comm.faults import LinkBroken
 from sherd.comm.summation import combine
+from sherd.comm.waiting.faults import LinkBroken
 from sherd.errors import CommError
 from sherd.layout.tree import SummationTree
 
 TAGS = 2
-"""How many an operation has: the pieces of a large exchange take turns."""
+"""How many an operation has: the pieces of a large exchange alternate."""
+KEPT_BUFFERS = 16  # two for each reduction: a host's sums, and those of the others
+LARGE_ENOUGH = 1 << 16  # bytes; the allocator itself reuses smaller ones
 
 
-class Link:
+class Message:
     """A message under way to or from rank `peer`."""
 
     def __init__(self, start: Callable[[], Transfer], peer: int, waited_for: set[int]) -> None:
@@ -51,18 +53,42 @@ class Link:
         self._waited_for.clear()
 
 
-Steps = Generator[Link, None, None]
+Steps = Generator[Message, None, None]
+
+
+class BufferPool:
+    """The last few buffers that a rank or its lane gave back: touching new pages costs as much as sending what they
+    hold."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor, not initialised."""
+        nbytes = numel * dtype.itemsize
+        with self._lock:
+            for index, kept in enumerate(self._kept):
+                if nbytes <= kept.numel() <= 2 * nbytes:
+                    return self._kept.pop(index)[:nbytes].view(dtype)
+        return torch.empty(numel, dtype=dtype)
+
+    def give_back(self, tensor: Tensor) -> None:
+        whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        if whole.numel() >= LARGE_ENOUGH:
+            with self._lock:
+                self._kept = [*self._kept[1 - KEPT_BUFFERS :], whole]
 
 
 class Column:
     """The ranks with this one's number on every host. `ranks` are their numbers in the world, one per host."""
 
-    def __init__(self, wire: Wire, ranks: Sequence[int], spares: Spares) -> None:
+    def __init__(self, wire: Wire, ranks: Sequence[int], pool: BufferPool) -> None:
         self.ranks = ranks
         self.hosts = len(ranks)
         self.mine = wire.rank
         self.wire = wire
-        self.spares = spares
+        self.pool = pool
         self.others = [h for h in range(self.hosts) if h != self.mine]
         self.tree = SummationTree(self.hosts, 1)  # each part is the sum of a group already
         self.waited_for: set[int] = set()
@@ -72,12 +98,12 @@ class Column:
         return list(self.waited_for)
 
     def fail(self, error: CommError) -> None:
-        """Nothing that is under way gets through any more."""
+        """What is under way will not get through."""
         self.wire.fail()
 
 
 class Across:
-    """One operation's way across: its messages, which have tags from `tag` to `tag + TAGS - 1`."""
+    """The messages of one operation, with tags from `tag` to `tag + TAGS - 1`."""
 
     def __init__(self, column: Column, tag: int) -> None:
         self._column = column
@@ -86,30 +112,30 @@ class Across:
         self._others, self._tree = column.others, column.tree
 
     def swap(self, give: Sequence[Tensor], take: Sequence[Tensor]) -> Steps:
-        """Give host h `give[h]` and take `take[h]` from it, for all other hosts."""
+        """Send `give[h]` to host h and receive `take[h]` from it, for all other hosts."""
         yield from self._start(give, take)
 
     def reduce(self, sums: Tensor, target: Tensor, op: str, count: int) -> Steps:
-        """Row h of `sums` is this host's part of the slice of host h: reduce all hosts' parts of this one's slice."""
+        """Row h of `sums` is this host's part of host h's slice: reduce all hosts' parts of this host's own slice."""
         numel = target.numel()
         width = max(EXCHANGE_BYTES // (len(self._others) * sums.element_size()), 1)
         pieces, longest = 2 if numel > width else 1, min(width, numel)
-        room = self._column.spares.take(pieces * len(self._others) * longest, sums.dtype)
+        room = self._column.pool.take(pieces * len(self._others) * longest, sums.dtype)
         arrived = room.view(pieces, len(self._others), longest)
-        under_way: deque[tuple[list[Tensor], Tensor, list[Link]]] = deque()
+        under_way: deque[tuple[list[Tensor], Tensor, list[Message]]] = deque()
         for index, start in enumerate(range(0, numel, width)):
             stop = min(start + width, numel)
             parts = [row[start:stop] for row in sums]
             rows = list(parts)
             for h, row in zip(self._others, arrived[index % 2], strict=True):
                 rows[h] = row[: stop - start]
-            links = self._start(parts, rows, index % 2)
-            under_way.append((rows, target[start:stop], links))
+            messages = self._start(parts, rows, index % 2)
+            under_way.append((rows, target[start:stop], messages))
             if len(under_way) == 2:
                 yield from self._add(*under_way.popleft(), op, count)
         for piece in under_way:
             yield from self._add(*piece, op, count)
-        self._column.spares.give_back(room)
+        self._column.pool.give_back(room)
 
     def exchange_and_reduce(self, part: Tensor, target: Tensor, op: str, count: int) -> Steps:
         """Every host's `part`, whole, reduced here."""
@@ -118,7 +144,7 @@ class Across:
         combine(self._tree, rows, target, op, count)
 
     def gather(self, source: Tensor, places: Sequence[Tensor], codec: Codec | None) -> Steps:
-        """Every host's `source`, each into its place."""
+        """Every host's `source`, each into its row of `places`."""
         if codec is None and source.dtype == places[0].dtype:
             if places[self.mine].data_ptr() != source.data_ptr():
                 places[self.mine].copy_(source)
@@ -131,7 +157,7 @@ class Across:
         rows = [wire if h == self.mine else torch.empty_like(wire) for h in range(self.hosts)]
         yield from self.swap([wire] * self.hosts, rows)
         for place, row in zip(places, rows, strict=True):
-            # As on every transport, what arrives has the dtype of what was given before it is cast to the output's.
+            # As on every transport, data arrives in the dtype of the input and is then cast to that of the output.
             place.copy_(decoded(codec, row, source.numel(), source.dtype) if codec else row.view(source.dtype))
 
     def spread(self, tensor: Tensor, root: int) -> Steps:
@@ -142,7 +168,7 @@ class Across:
 
     # ---------------------------------------------------------------- parts
 
-    def _start(self, give: Sequence[Tensor], take: Sequence[Tensor], tag: int = 0) -> list[Link]:
+    def _start(self, give: Sequence[Tensor], take: Sequence[Tensor], tag: int = 0) -> list[Message]:
         wire, ranks, waited_for = self._column.wire, self._column.ranks, self._column.waited_for
 
         def receive(h: int) -> Transfer:
@@ -153,9 +179,9 @@ class Across:
 
         received = [h for h in self._others if take[h].numel()]
         sent = [h for h in self._others if give[h].numel()]
-        links = [Link(partial(receive, h), ranks[h], waited_for) for h in received]
-        return links + [Link(partial(send, h), ranks[h], waited_for) for h in sent]
+        messages = [Message(partial(receive, h), ranks[h], waited_for) for h in received]
+        return messages + [Message(partial(send, h), ranks[h], waited_for) for h in sent]
 
-    def _add(self, rows: list[Tensor], target: Tensor, links: list[Link], op: str, count: int) -> Steps:
-        yield from links
+    def _add(self, rows: list[Tensor], target: Tensor, messages: list[Message], op: str, count: int) -> Steps:
+        yield from messages
         combine(self._tree, rows, target, op, count)

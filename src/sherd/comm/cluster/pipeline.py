@@ -2,7 +2,9 @@
 
 An operation inside a cluster has up to three *phases*: inside the host, across the network, and inside the host again.
 A phase is started when the one before it is complete, and only after all earlier operations have started theirs: so
-each phase sees the operations in the order in which they were issued, on every rank, whoever waits for what.
+in each phase the operations run in the order in which they were issued, on every rank, whatever is waited for first.
+
+A failure in one part of a cluster communicator is the end of the whole: `FailureState`.
 """
 
 from __future__ import annotations
@@ -11,20 +13,22 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from torch import Tensor
 
-from sherd.comm.cluster.trouble import Trouble
+from sherd.comm.closing import unusable
 from sherd.comm.handle import Handle
-from sherd.comm.progress import take_part
+from sherd.comm.waiting.progress import take_part
+from sherd.errors import CommError
 
 ALL = sys.maxsize
 Phase = Callable[[], Sequence[Handle]]
-"""Starts a part of an operation and returns what has to be complete before it goes on."""
+"""Starts a part of an operation and returns what has to be complete before the next."""
 
 
 class ClusterOperation(Handle):
-    """A handle that a pipeline moves on, phase by phase. `reading` of these read the input."""
+    """A handle that a pipeline moves on, phase by phase. The first `reading` phases read the input."""
 
     __slots__ = ("_finish", "_phases", "_pipeline", "_reading", "finished", "needs", "started")
 
@@ -49,7 +53,7 @@ class ClusterOperation(Handle):
             handle.wait()  # it is done, or has failed
         self.needs = ()
         if self.started < len(self._phases):
-            self.started += 1  # first: starting it may wait, and what is moved meanwhile must not start it again
+            self.started += 1  # first: starting it may wait, and what is moved on meanwhile must not start it again
             self.needs = self._phases[self.started - 1]()
         else:
             self._finish()
@@ -69,7 +73,7 @@ class ClusterOperation(Handle):
 
 
 class ToldMessage(Handle):
-    """A message through one part of a cluster: if it fails, the ranks that wait in another part hear of it."""
+    """A message through one part of a cluster: if it fails, the ranks that wait in other parts are told."""
 
     __slots__ = ("_inner", "_pipeline")
 
@@ -88,18 +92,47 @@ class ToldMessage(Handle):
             return self._inner.done()
 
 
+class Part(Protocol):
+    """A communicator that can tell its other ranks of a failure they cannot see."""
+
+    def fail(self, error: CommError) -> None: ...
+
+
+class FailureState:
+    """Why a communicator can no longer be used, and the parts that have to be told."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._broken: str | None = None
+
+    def check(self) -> None:
+        if self._broken is not None:
+            raise unusable(self._broken)
+
+    def close(self) -> None:
+        self._broken = self._broken or "it was closed"
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the ranks that wait in other parts what went wrong."""
+        if self._broken is None:
+            fault = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
+            self._broken = str(fault)
+            for part in self._parts:
+                part.fail(fault)
+
+
 class Pipeline:
     """The operations of one rank that are under way."""
 
-    def __init__(self, trouble: Trouble, turn: threading.RLock) -> None:
-        self._trouble = trouble
-        self.turn = turn
+    def __init__(self, failures: FailureState, lock: threading.RLock) -> None:
+        self._failure_state = failures
+        self.lock = lock
         self._operations: list[ClusterOperation] = []
         self._moving = False
         take_part(self)
 
     def issue(self, operation: ClusterOperation) -> ClusterOperation:
-        """Start the first phase of an operation, which has no earlier one to wait for."""
+        """Start the first phase of an operation."""
         with self.failing():
             operation.step()
         self._operations.append(operation)
@@ -116,12 +149,12 @@ class Pipeline:
 
     def try_complete(self, operation: ClusterOperation) -> bool:
         if not operation.finished:
-            self._trouble.check()
+            self._failure_state.check()
             self.move_all()
         return operation.finished
 
     def drain(self) -> None:
-        """Complete everything: before waiting for others in a way that moves nothing on."""
+        """Complete everything, before a wait that does not move operations on."""
         while self._operations:
             self.complete(self._operations[0])
 
@@ -130,7 +163,7 @@ class Pipeline:
 
     def move_all(self) -> int:
         """Do what can be done without waiting; the number of operations that are left."""
-        if self._operations and not self._moving:  # no context manager: this is called thousands of times in a second
+        if self._operations and not self._moving:  # no context manager: this is called thousands of times a second
             self._moving = True
             try:
                 self._move()
@@ -143,7 +176,7 @@ class Pipeline:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Whatever fails in here is the end of everything that is under way, and others hear of it."""
+        """Whatever fails inside is the end of everything that is under way, and the other parts are told."""
         try:
             yield
         except BaseException as error:
@@ -151,7 +184,7 @@ class Pipeline:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        self._trouble.tell(error)
+        self._failure_state.tell(error)
         self.abandon()
 
     def _move(self) -> None:

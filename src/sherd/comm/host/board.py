@@ -1,12 +1,12 @@
-"""The board: one small segment on which the ranks of a host tell each other where they stand.
+"""The board: one small block of shared memory in which the ranks of a host tell each other how far they are.
 
 Each word has one writer. A rank's *posted* flag says how far it has contributed and its *done* flag how far it has
 read what others contributed. Both count `progress`: the number of an operation in the high bits, chunks of it in the
-low ones, so that one comparison answers "has it come at least this far?".
+low ones, so that one comparison answers "is it at least this far?".
 
 For each operation a rank writes a *header* (fingerprint of the call, where its contribution lies) before it raises the
-posted flag. The words of calls are written once per call and site and referred to by number, which makes it cheap
-enough to know at any time what every rank last did.
+posted flag. The text of a call is written once per call and site and referred to by number, so that it is cheap to say
+at any time what every rank last did.
 """
 
 from __future__ import annotations
@@ -15,20 +15,25 @@ import os
 import struct
 import time
 from enum import IntEnum
+from typing import TypeVar
 
-from sherd.comm.calls import Call, Site, site_text
+from sherd.comm.calls import Call, Site
 from sherd.comm.host import futex
-from sherd.comm.host.memory import Segment, round_up
+from sherd.comm.host.memory import SharedBlock, round_up
+from sherd.comm.waiting import faults
 from sherd.config import flag_from_env
+from sherd.errors import CommError, Diverged, PeerLost, TimedOut
+
+E = TypeVar("E", bound=CommError)
 
 CHUNK_BITS = 24
 HEADERS = 64  # operations a rank may be ahead of the slowest reader
-_HEADER = struct.Struct("<6Q")  # fingerprint, text, segment + 1, offset, first chunk, monotonic ns
+_HEADER = struct.Struct("<6Q")  # fingerprint, text, block + 1, offset, first chunk, monotonic ns
 HEADER_WORDS = 8
 _TEXTS = 256
 _TEXT_BYTES = 512
 _WORDS_BYTES = 4096
-_LINE_WORDS = 8  # 64 bytes: flags of different writers do not share a cache line
+_LINE_WORDS = 8  # 64 bytes: flags of different writers are in different cache lines
 
 
 def progress(operation: int, chunks: int = 0) -> int:
@@ -36,7 +41,7 @@ def progress(operation: int, chunks: int = 0) -> int:
 
 
 class State(IntEnum):
-    """What has become of a rank."""
+    """How a rank is, or how it ended."""
 
     WELL = 0
     LEFT = 1
@@ -46,15 +51,18 @@ class State(IntEnum):
     FAILED = 5
 
 
+ERRORS = {State.DIVERGED: Diverged, State.LOST_PEER: PeerLost, State.TIMED_OUT: TimedOut}
+
+
 class Board:
     """One rank's view of the board of its host."""
 
-    def __init__(self, segment: Segment, rank: int, world: int) -> None:
+    def __init__(self, block: SharedBlock, rank: int, world: int) -> None:
         self.rank = rank
         self.world = world
-        self._segment = segment
-        self._memory = segment.memory
-        self.words = segment.words()
+        self._block = block
+        self._memory = block.memory
+        self.words = block.words()
         flags, channels, states, sleepers, headers, texts, last_words, stances, _ = _offsets(world)
         self.posted = [(flags + 128 * r) // 8 for r in range(world)]
         self.done = [(flags + 128 * r + 64) // 8 for r in range(world)]
@@ -96,45 +104,45 @@ class Board:
         return (1 if index == self.sent(self.writer(index), self.rank) else 2), self.writer(index)
 
     def raise_flag(self, index: int, value: int) -> None:
-        """Store a word of this rank's own and wake whoever sleeps on it."""
+        """Store one of this rank's own words and wake the ranks that sleep on it."""
         if not futex.STORES_IN_ORDER:
             futex.fence()
         self.words[index] = value
-        # The sleeper announces itself, then sleeps only if the word is still old. A store still on its way when the
-        # sleepers are read can cost a wake-up, never more: sleepers look again after a bounded time.
+        # A sleeper announces itself, then sleeps only if the word is still old. A store that is on its way while the
+        # sleepers are read can at worst miss a wake-up: sleepers look again after a bounded time.
         if self._sleepers != self._nobody:
-            futex.wake(self._segment.address + 8 * index)
+            futex.wake(self._block.address + 8 * index)
 
     def sleep(self, index: int, seen: int, seconds: float) -> None:
         """Sleep until the word at `index` is no longer `seen`, for at most `seconds`."""
         self._sleepers[self.rank] = 1
         try:
-            futex.wait(self._segment.address + 8 * index, seen, seconds)
+            futex.wait(self._block.address + 8 * index, seen, seconds)
         finally:
             self._sleepers[self.rank] = 0
 
     # ---------------------------------------------------------------- headers
 
     def write_header(self, operation: int, call: Call, site: Site, lent: tuple[int, int], first_chunk: int) -> None:
-        """Announce this rank's contribution: where it is lent (segment -1: nowhere) and its first staging chunk."""
+        """Announce this rank's contribution: where it is lent (block -1: nowhere), and its first staging chunk."""
         number = self._numbers.get((call.fingerprint, site))
         if number is None:
             number = self.text_number(call, site)
         where = 8 * self.header_word(self.rank, operation)
-        segment, offset = lent
+        block, offset = lent
         _HEADER.pack_into(
-            self._memory, where, call.fingerprint, number, segment + 1, offset, first_chunk, time.monotonic_ns()
+            self._memory, where, call.fingerprint, number, block + 1, offset, first_chunk, time.monotonic_ns()
         )
 
     def header_word(self, rank: int, operation: int) -> int:
-        """Index of the first word of a header: fingerprint, text, segment + 1, offset, first chunk, time."""
+        """Index of the first word of a header: fingerprint, text, block + 1, offset, first chunk, time."""
         return self.headers[rank] + operation % HEADERS * HEADER_WORDS
 
     def fingerprint(self, rank: int, operation: int) -> int:
         return self.words[self.header_word(rank, operation)]
 
-    def place(self, rank: int, operation: int) -> tuple[int, int, int]:
-        """Segment (or -1) and offset of what a rank lends, and the number of its first staging chunk."""
+    def location(self, rank: int, operation: int) -> tuple[int, int, int]:
+        """SharedBlock (or -1) and offset of what a rank lends, and the number of its first staging chunk."""
         word = self.header_word(rank, operation)
         return self.words[word + 2] - 1, self.words[word + 3], self.words[word + 4]
 
@@ -148,30 +156,28 @@ class Board:
         """The call that `rank` made as its operation number `operation`, and where."""
         return self.text(self.words[self.header_word(rank, operation) + 1], rank)
 
-    def last_deed(self, rank: int) -> str:
-        """What `rank` last did, for errors about somebody who is waited for."""
+    def last_activity(self, rank: int) -> str:
+        """What `rank` last did, for errors about ranks that are waited for."""
         reached, finished = self.words[self.posted[rank]], self.words[self.done[rank]]
         operation = reached >> CHUNK_BITS
         _, kind, _, _, _, text, since, in_force = self.words[self.stances[rank] : self.stances[rank] + 8]
         if in_force and kind:
             return f"is in {self.text(text, rank)} (made {(time.monotonic_ns() - since) / 1e9:.1f} s ago)"
         if operation == 0:
-            return (
-                "has sent or received, and made no other call yet" if self._messages(rank) else "has made no call yet"
-            )
+            return "has only sent or received so far" if self._messages(rank) else "has made no call yet"
         seconds = (time.monotonic_ns() - self.words[self.header_word(rank, operation) + 5]) / 1e9
         verb = "last finished" if finished >= reached else "is in"
         return f"{verb} {self.call_text(rank, operation)} (call {operation}, made {seconds:.1f} s ago)"
 
     def note_messages(self) -> None:
-        """This rank sends or receives."""
+        """Note that this rank sends or receives."""
         self.words[self.stances[self.rank] + _stance_words(self.world) - 1] = 1
 
     def _messages(self, rank: int) -> bool:
         return self.words[self.stances[rank] + _stance_words(self.world) - 1] != 0
 
     def leave_word(self, state: State, text: str) -> None:
-        """Tell the others what has become of this rank. The first word stands."""
+        """Tell the others how this rank ended. The first word stands."""
         if self._states[self.rank] == State.WELL:
             data = text.encode()[: _WORDS_BYTES - 1]
             start = self._last_words + self.rank * _WORDS_BYTES
@@ -180,8 +186,14 @@ class Board:
                 futex.fence()
             self._states[self.rank] = state
 
-    def trouble(self) -> dict[int, tuple[State, str]]:
-        """Ranks that are no longer well, and what they said."""
+    def reported(self, error: E, state: State) -> E:
+        """`error`, after the other ranks have been told of it."""
+        self.leave_word(state, str(error))
+        faults.emit_fault(error)
+        return error
+
+    def failures(self) -> dict[int, tuple[State, str]]:
+        """Ranks that left or failed, and what they said."""
         return {r: (State(s), self._last(r)) for r, s in enumerate(self._states) if s}
 
     def all_well(self) -> bool:
@@ -192,7 +204,7 @@ class Board:
         return bytes(self._memory[start : start + _WORDS_BYTES]).rstrip(b"\0").decode(errors="replace")
 
     def text_number(self, call: Call, site: Site) -> int:
-        """The number of the words for a call, which are written if they are not there."""
+        """The number of the text of a call, which is written if it is not there."""
         number = self._numbers.get((call.fingerprint, site))
         return self._write_text(call, site) if number is None else number
 
@@ -200,7 +212,7 @@ class Board:
         number = len(self._numbers) % _TEXTS
         if number == 0:
             self._numbers.clear()
-        data = f"{call.text} at {site_text(site)}".encode()[: _TEXT_BYTES - 1]
+        data = call.made_at(site).encode()[: _TEXT_BYTES - 1]
         start = self._text(self.rank, number)
         self._memory[start : start + _TEXT_BYTES] = data.ljust(_TEXT_BYTES, b"\0")
         self._numbers[(call.fingerprint, site)] = number
@@ -211,13 +223,12 @@ class Board:
 
 
 def _stance_words(world: int) -> int:
-    """Of the line that `stances` writes for each rank, with a word at its end for `note_messages`."""
+    """The size of the line that `stances` writes for each rank, with a last word for `note_messages`."""
     return round_up(9 + 2 * world, _LINE_WORDS)
 
 
 def _offsets(world: int) -> tuple[int, ...]:
-    """Byte offsets of flags, channel flags, states, sleepers, headers, texts, last words and stances, and the size of
-    all."""
+    """Byte offsets of flags, channel flags, states, sleepers, headers, texts, last words and stances, and the total."""
     sizes = [
         world * 128,
         world * world * 128,
@@ -232,5 +243,5 @@ def _offsets(world: int) -> tuple[int, ...]:
 
 
 def spins_pay(ranks: int) -> bool:
-    """Spinning helps only while every rank has a core of its own. SHERD_SPIN=0 says that others need them too."""
+    """Spinning helps only while every rank has a core of its own. SHERD_SPIN=0 says that others need the cores."""
     return ranks <= len(os.sched_getaffinity(0)) and flag_from_env("SHERD_SPIN", True)

@@ -15,26 +15,27 @@ from torch import Tensor
 
 from sherd.comm.base import Backing, Communicator
 from sherd.comm.calls import Call
-from sherd.comm.closed import CLOSED
+from sherd.comm.closing import CLOSED
 from sherd.comm.codec import Codec, wire_bytes
 from sherd.comm.handle import Handle
 from sherd.comm.host.board import Board, State, spins_pay
-from sherd.comm.host.channel import Channels
-from sherd.comm.host.headers import Headers
-from sherd.comm.host.memory import PAGE, Segment, round_up
-from sherd.comm.host.operation import Operation, SteppedOperation, Steps
-from sherd.comm.host.peek import Peek
-from sherd.comm.host.peers import Peers
-from sherd.comm.host.rendezvous import Link, meet
+from sherd.comm.host.joining.link import Link
+from sherd.comm.host.joining.rendezvous import meet
+from sherd.comm.host.memory import PAGE, Location, SharedBlock, SharedMemory, round_up
+from sherd.comm.host.operation import Headers, Operation, SteppedOperation, Steps
+from sherd.comm.host.remote_reader import RemoteReader
 from sherd.comm.host.scheduler import Scheduler
-from sherd.comm.host.shared import Place, SharedMemory
-from sherd.comm.host.small import Finish, SmallCalls, SmallPlan
-from sherd.comm.host.staging import SMALL_BYTES, SMALL_CHUNKS, Staging, is_small
-from sherd.comm.host.streams import Room, Streams, Take
+from sherd.comm.host.transfer import results
+from sherd.comm.host.transfer.channel import Channels
+from sherd.comm.host.transfer.small import Finish, SmallCalls, SmallPlan
+from sherd.comm.host.transfer.staging import SMALL_BYTES, SMALL_CHUNKS, Staging, is_small
+from sherd.comm.host.transfer.streams import Streams
 from sherd.comm.host.waiting import Waiter
-from sherd.comm.progress import take_part
+from sherd.comm.meeting.peers import Peers
+from sherd.comm.memo import Memo
 from sherd.comm.solo import SoloCommunicator
 from sherd.comm.summation import combine, cut_for, one_phase
+from sherd.comm.waiting.progress import take_part
 from sherd.config import CommOptions
 from sherd.errors import CommError
 
@@ -56,68 +57,64 @@ class HostCommunicator(Communicator):
         options: CommOptions,
         beside: HostCommunicator | None = None,
         numbers: Sequence[int] | None = None,
-        turn: threading.RLock | None = None,
+        lock: threading.RLock | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`beside` is a communicator over the same link, whose shared memory and counters this one takes as its own.
-        In a part of a larger communicator, `numbers` are the ranks as errors list them, and `turn` is that one's.
-        `check` raises if waiting for the others has become pointless, while they have no board to say so."""
+        """`beside` is a communicator over the same link, whose shared memory and counters this one uses too. In a part
+        of a larger communicator, `numbers` are the ranks as errors list them, and `lock` is that communicator's.
+        `check` raises once waiting for the others is pointless, until they have a board to say so."""
         rank, world = link.members.index(link.rank), len(link.members)
         super().__init__(rank, world, options)
-        self.turn = turn or self.turn
+        self.lock = lock or self.lock
         self.names = [card.name for card in link.cards]
         self._link = link
         self._check = check
         self._all = range(world)
         self._number = 0
-        self._shared_calls: dict[tuple[Call, Place], Call] = {}
-        self._plans: dict[Call, SmallPlan | None] = {}
+        self._shared_calls = Memo[tuple[Call, Location], Call](MAX_PLANS)
+        self._plans = Memo[Call, SmallPlan | None](MAX_PLANS)
         self._memory: SharedMemory = beside._memory if beside else SharedMemory()
         self.counters = beside.counters if beside else self.counters
         self._board = Board(self._share("board", Board.nbytes(world)), rank, world)
         self._peers = link.watch(options.timeout, range(world), check)
         numbers = numbers or self._all
-        # In a part of a larger communicator, not while the thread that talks to the network needs the interpreter.
-        spin = turn is None and spins_pay(world)
+        # Not in a part of a larger communicator, whose network thread needs the interpreter.
+        spin = lock is None and spins_pay(world)
         self._waiter = waiter = Waiter(self._board, self._peers, self.names, numbers, options, spin)
-        self._scheduler = Scheduler(self._board, waiter, self.turn)
+        self._scheduler = Scheduler(self._board, waiter, self.lock)
         self._check = self._scheduler.check
         small = self._ring("small", SMALL_BYTES, SMALL_CHUNKS)
         large = self._ring("large", options.chunk_bytes, options.chunks)
         headers = Headers(self._board, self.names, numbers, options.check)
         self._small_calls = SmallCalls(headers, small)
-        peek = Peek([card.pid for card in link.cards], self._board, waiter) if link.peeks else None
-        self._streams = Streams(headers, small, large, self._memory, peek)
+        remote = RemoteReader([card.pid for card in link.cards], self._board, waiter) if link.reads_remote else None
+        self._streams = Streams(headers, small, large, self._memory, remote)
         channels = self._share("channels", Channels.nbytes(world))
         self._channels = Channels(channels, self._board, self._memory, self._scheduler, self.names, numbers)
         waiter.made = weakref.WeakMethod(self._channels.made)
-        # Called by close(), or when nobody holds this communicator any more, or at the end of the process.
+        # Called by close(), when nothing refers to this communicator any more, or at the end of the process.
         self._why: list[BaseException] = []
         self._leave = weakref.finalize(self, _leave, os.getpid(), self._why, self._board, self._peers, link)
         _note_the_exit()
 
     # ---------------------------------------------------------------- shared memory, groups and life
 
-    @property
-    def host(self) -> Communicator:
-        return self
-
     def shares(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in a `shared_tensor`."""
         return self._memory.is_common(tensor)
 
     def fail(self, error: CommError) -> None:
-        """Give up because of what happened beyond this host, and tell its other ranks."""
+        """Give up because of a failure outside this host, and tell its other ranks."""
         self._scheduler.fail(error)
 
     def shared_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         self.agree(f"shared_tensor({dtype}{list(shape)})").wait()
         self._free_what_was_dropped()
         numel = torch.Size(shape).numel()
-        segment = self._share("tensor", numel * dtype.itemsize, keep=True)
-        owner = memoryview(segment.memory)
-        self._memory.add(segment, common=True, owner=owner)
-        return segment.tensor(0, numel, dtype, owner).view(shape)
+        block = self._share("tensor", numel * dtype.itemsize, keep=True)
+        owner = memoryview(block.memory)
+        self._memory.add(block, common=True, owner=owner)
+        return block.tensor(0, numel, dtype, owner).view(shape)
 
     def backing(self, tensor: Tensor) -> Backing | None:
         return self._memory.backing(tensor)
@@ -127,14 +124,14 @@ class HostCommunicator(Communicator):
         self._free_what_was_dropped()
         numel = torch.Size(shape).numel()
         stride = round_up(numel * dtype.itemsize, PAGE)
-        segment = self._share("buffers", stride * self.world)
-        owner = memoryview(segment.memory)
-        self._memory.add(segment, common=False, owner=owner)
-        return [segment.tensor(r * stride, numel, dtype, owner).view(shape) for r in range(self.world)]
+        block = self._share("buffers", stride * self.world)
+        owner = memoryview(block.memory)
+        self._memory.add(block, common=False, owner=owner)
+        return [block.tensor(r * stride, numel, dtype, owner).view(shape) for r in range(self.world)]
 
     def _free_what_was_dropped(self) -> None:
-        """Unmap shared memory that no rank has tensors of any more. Where new memory is made, as all ranks come there:
-        one that has dropped its own may have to read what another lends."""
+        """Unmap shared memory in which no rank has tensors any more. All ranks call this, before they allocate: a rank
+        that has dropped its own tensors may still have to read what another lends."""
         mine = self._memory.in_use()
         if mine:
             with self.counters.agreeing():
@@ -151,9 +148,9 @@ class HostCommunicator(Communicator):
         return HostCommunicator(link, options)
 
     def meet(self, ranks: Sequence[int], options: CommOptions) -> Link:
-        """What joins some of these ranks; those outside are alone in theirs. Collective."""
+        """A link among some of these ranks; each rank outside them gets one of its own. Collective."""
         self.agree(f"subgroup({list(ranks)})").wait()
-        # Ranks outside the group meet too, each in a group of its own, because every rank is in the exchange.
+        # Ranks outside the group take part too, each in a group of its own, because the exchange is among all ranks.
         group = "inside" if self.rank in ranks else f"outside-{self.rank}"
         world_rank = self._link.cards[self.rank].rank
         exchange = lambda _, value: self.all_gather_object(value)  # noqa: E731
@@ -166,7 +163,7 @@ class HostCommunicator(Communicator):
     def _close(self, error: BaseException | None) -> None:
         if error is not None:
             self._why.append(error)
-        self._leave()  # first: others may be reading the tensors of what is under way
+        self._leave()  # first: others may be reading the tensors of operations under way
         self._scheduler.close()
         self._memory.forget()
         # The caller may keep this object, but not the memory.
@@ -174,40 +171,41 @@ class HostCommunicator(Communicator):
         self._board = self._waiter = self._small_calls = self._streams = self._channels = CLOSED
 
     def _ring(self, label: str, chunk_bytes: int, chunks: int) -> Staging:
-        segment = self._share(label, Staging.nbytes(self.world, chunk_bytes, chunks))
-        return Staging(segment, self._board, chunk_bytes, chunks)
+        block = self._share(label, Staging.nbytes(self.world, chunk_bytes, chunks))
+        return Staging(block, self._board, chunk_bytes, chunks)
 
-    def _share(self, label: str, nbytes: int, keep: bool = False) -> Segment:
+    def _share(self, label: str, nbytes: int, keep: bool = False) -> SharedBlock:
         return self._link.share(label, nbytes, self.options.timeout, self._check, keep)
 
     # ---------------------------------------------------------------- operations
 
-    def _reduce_scatter(
+    def start_reduce_scatter(
         self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None, own: Tensor | None = None
     ) -> Handle:
-        cut = target.numel()
+        cut, tree = target.numel(), self.tree
         self._count(call, (self.world - 1) * wire_bytes(cut, source, codec))
         if codec is not None or is_small(source.numel() * source.element_size()):
             self._put_own(source, own)
             own = None
         if codec is None:
-            small = self._start_small(call, source, target, cut, self._all, lambda: self._reduce_whole(op))
+            finish: Finish = lambda parts, out: combine(tree, parts, out, op)  # noqa: E731
+            small = self._start_small(call, source, target, cut, self._all, finish)
             if small is not None:
                 return small
-        o = self._new(call)
-        return self._issue(o, self._streams.scatter(o, source, cut, codec, self._reducing(target, op), own=own))
+        o, reduce = self._new(call), results.reducing(tree, target, op)
+        return self._issue(o, self._streams.scatter(o, source, cut, codec, reduce, own=own))
 
-    def _all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
+    def start_all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
         cut = target.numel() // self.world
         self._count(call, (self.world - 1) * wire_bytes(cut, source))
-        small = self._start_small(call, source, target, cut, self._all, lambda: _concatenate)
+        small = self._start_small(call, source, target, cut, self._all, results.concatenate)
         if small is not None:
             return small
         o = self._new(call)
-        take, room = _spreading(target, cut), _room(source, target, cut)
+        take, room = results.spreading(target, cut), results.room_in(source, target, cut)
         return self._issue(o, self._streams.scatter(o, source, cut, None, take, room=room))
 
-    def _all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
+    def start_all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
         cut = source.numel()
         if codec is None and self.shares(target):
             call = self.naming(call, target)
@@ -216,25 +214,26 @@ class HostCommunicator(Communicator):
             return self._issue(o, self._streams.publish(o, source, target[self.rank * cut : (self.rank + 1) * cut]))
         self._count(call, (self.world - 1) * wire_bytes(cut, source, codec))
         if codec is None:
-            small = self._start_small(call, source, target, cut, self._all, lambda: _concatenate)
+            small = self._start_small(call, source, target, cut, self._all, results.concatenate)
             if small is not None:
                 return small
         o = self._new(call)
-        take, room = _spreading(target, cut), _room(source, target, cut)
+        take, room = results.spreading(target, cut), results.room_in(source, target, cut)
         return self._issue(o, self._streams.gather(o, source, cut, self._all, codec, take, room))
 
-    def _publish(self, call: Call, source: Tensor, target: Tensor) -> Handle:
+    def start_publish(self, call: Call, source: Tensor, target: Tensor) -> Handle:
         if not self.shares(target):
-            return self._all_gather(call, source, target, None)
+            return self.start_all_gather(call, source, target, None)
         place = target[self.rank * source.numel() : (self.rank + 1) * source.numel()]
         if place.data_ptr() != source.data_ptr():
             place.copy_(source)
-        return self._barrier(self.naming(call, target))
+        return self.start_barrier(self.naming(call, target))
 
-    def _broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
+    def start_broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
         numel, receives = target.numel(), self.rank != root
         self._count(call, 0 if receives else (self.world - 1) * wire_bytes(numel, target))
-        small = self._start_small(call, target, target, numel, (root,), lambda: _copy if receives else _keep)
+        finish = results.copy_first if receives else results.keep_target
+        small = self._start_small(call, target, target, numel, (root,), finish)
         if small is not None:
             return small
 
@@ -242,43 +241,43 @@ class HostCommunicator(Communicator):
             if receives and parts[0].data_ptr() != target[start:stop].data_ptr():
                 target[start:stop].copy_(parts[0])
 
-        o = self._new(call)
-        return self._issue(o, self._streams.gather(o, target, numel, (root,), None, take, _room(target, target, 0)))
+        o, room = self._new(call), results.room_in(target, target, 0)
+        return self._issue(o, self._streams.gather(o, target, numel, (root,), None, take, room))
 
-    def _all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
-        numel = source.numel()
+    def start_all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
+        numel, tree = source.numel(), self.tree
         if one_phase(numel * source.element_size(), codec):
             self._count(call, (self.world - 1) * wire_bytes(numel, source))
-            small = self._start_small(call, source, target, numel, self._all, lambda: self._reduce_whole(op))
+            finish: Finish = lambda parts, out: combine(tree, parts, out, op)  # noqa: E731
+            small = self._start_small(call, source, target, numel, self._all, finish)
             if small is not None:
                 return small
-            o = self._new(call)
-            return self._issue(o, self._streams.gather(o, source, numel, self._all, None, self._reducing(target, op)))
+            o, reduce = self._new(call), results.reducing(tree, target, op)
+            return self._issue(o, self._streams.gather(o, source, numel, self._all, None, reduce))
         cut = cut_for(numel, self.world, codec)
         self._count(call, (self.world - 1) * (wire_bytes(cut, source, codec) + wire_bytes(cut, target, codec)))
         mine = target[self.rank * cut : (self.rank + 1) * cut]
-        o = self._new(call)
-        reduce, spread = self._reducing(mine, op), _spreading(target, cut)
+        o, reduce, spread = self._new(call), results.reducing(tree, mine, op), results.spreading(target, cut)
         return self._issue(o, self._streams.scatter_gather(o, source, mine, cut, codec, reduce, spread))
 
-    def _barrier(self, call: Call) -> Handle:
+    def start_barrier(self, call: Call) -> Handle:
         self._count(call, 0)
-        o = self._start_small(call, _EMPTY, _EMPTY, 0, (), lambda: _keep)
+        o = self._start_small(call, _EMPTY, _EMPTY, 0, (), results.keep_target)
         if o is None:
             stepped = self._new(call)
-            o = self._issue(stepped, self._streams.gather(stepped, _EMPTY, 0, (), None, _ignoring))
+            o = self._issue(stepped, self._streams.gather(stepped, _EMPTY, 0, (), None, results.ignoring))
         o.result = _EMPTY
         return o
 
-    def _send(self, call: Call, source: Tensor, to: int) -> Handle:
+    def start_send(self, call: Call, source: Tensor, to: int) -> Handle:
         self._scheduler.check()
         self._count(call, wire_bytes(source.numel(), source))
-        return self._channels.send(call, self._site, source, to)
+        return self._channels.send(call, self.site, source, to)
 
-    def _recv(self, call: Call, target: Tensor, source: int) -> Handle:
+    def start_recv(self, call: Call, target: Tensor, source: int) -> Handle:
         self._scheduler.check()
         self._count(call, 0)
-        return self._channels.recv(call, self._site, target, source)
+        return self._channels.recv(call, self.site, target, source)
 
     # ---------------------------------------------------------------- private
 
@@ -288,105 +287,46 @@ class HostCommunicator(Communicator):
     def _new(self, call: Call) -> SteppedOperation:
         self._scheduler.admit()
         self._number += 1
-        return SteppedOperation(self._scheduler, self._number, call, self._site)
+        return SteppedOperation(self._scheduler, self._number, call, self.site)
 
     def _issue(self, operation: SteppedOperation, steps: Steps) -> Operation:
         operation.steps = steps
         return self._scheduler.issue(operation)
 
     def _start_small(
-        self,
-        call: Call,
-        source: Tensor,
-        target: Tensor,
-        cut: int,
-        contributors: Sequence[int],
-        finish: Callable[[], Finish],
+        self, call: Call, source: Tensor, target: Tensor, cut: int, contributors: Sequence[int], finish: Finish
     ) -> Operation | None:
-        """Take the short way, where the contribution is small and nothing stands in the way."""
+        """Take the short path, if the contribution is small and there is room for it."""
         if call not in self._plans:
-            if len(self._plans) > MAX_PLANS:
-                self._plans.clear()
             numel, dtype = source.numel(), source.dtype
-            self._plans[call] = self._small_calls.plan(call, numel, dtype, cut, contributors, finish())
+            self._plans[call] = self._small_calls.plan(call, numel, dtype, cut, contributors, finish)
         plan = self._plans[call]
         if plan is None:
             return None
         self._scheduler.admit()
-        o = self._small_calls.start(self._scheduler, self._number + 1, plan, self._site, source, target)
+        o = self._small_calls.start(self._scheduler, self._number + 1, plan, self.site, source, target)
         if o is None:
             return None
         self._number += 1
         return self._scheduler.add(o)
 
-    def _reduce_whole(self, op: str) -> Finish:
-        tree = self.tree
-        return lambda parts, target: combine(tree, parts, target, op)
-
-    def _reducing(self, target: Tensor, op: str) -> Take:
-        tree = self.tree
-
-        def take(start: int, stop: int, parts: list[Tensor]) -> None:
-            whole = start == 0 and stop == target.numel()
-            combine(tree, parts, target if whole else target[start:stop], op)
-
-        return take
-
     def naming(self, call: Call, target: Tensor) -> Call:
-        """The same call, with the name of the output where ranks share that: they must agree on which."""
+        """The same call, naming its output if ranks share that: they must agree on which one it is."""
         if not self.shares(target):
             return call
-        place = self._memory.find(target)
-        shared = self._shared_calls.get((call, place))
+        location = self._memory.find(target)
+        shared = self._shared_calls.get((call, location))
         if shared is None:
-            if len(self._shared_calls) > MAX_PLANS:
-                self._shared_calls.clear()
-            text = f"{call.text} into shared tensor {place[0]} at byte {place[1]}"
-            shared = self._shared_calls[call, place] = Call(call.operation, text)
+            text = f"{call.text} into shared tensor {location[0]} at byte {location[1]}"
+            shared = self._shared_calls[call, location] = Call(call.operation, text)
         return shared
-
-
-def _room(source: Tensor, target: Tensor, cut: int) -> Room | None:
-    """The part of rank r may be read straight to r * cut, unless it has to be converted."""
-    if source.dtype != target.dtype:
-        return None
-    return lambda rank, start, stop: target[rank * cut + start : rank * cut + stop]
-
-
-def _spreading(target: Tensor, cut: int) -> Take:
-    """Put the part of rank r at r * cut, unless it is there already."""
-
-    def take(start: int, stop: int, parts: list[Tensor]) -> None:
-        for rank, part in enumerate(parts):
-            place = target[rank * cut + start : rank * cut + stop]
-            numel = place.numel()  # the last ranks' slices of an uneven cut are shorter
-            if numel and place.data_ptr() != part.data_ptr():
-                place.copy_(part[:numel])
-
-    return take
-
-
-def _concatenate(parts: list[Tensor], target: Tensor) -> None:
-    torch.cat(parts, out=target)
-
-
-def _copy(parts: list[Tensor], target: Tensor) -> None:
-    target.copy_(parts[0])
-
-
-def _keep(parts: list[Tensor], target: Tensor) -> None:
-    pass
-
-
-def _ignoring(start: int, stop: int, parts: list[Tensor]) -> None:
-    pass
 
 
 def _leave(pid: int, why: list[BaseException], board: Board, peers: Peers, link: Link) -> None:
     """Tell the others that this rank is gone, and why if it is because of an error."""
     if os.getpid() != pid:
-        return  # a forked child, such as a worker of a DataLoader: the rank itself is still there
-    # An error that nobody caught is why a process ends, but not why a communicator was dropped long after it.
+        return  # a forked child, such as a DataLoader worker: the rank itself is still there
+    # An uncaught error is why a process ends, but not why a communicator was dropped long after it.
     uncaught = getattr(sys, "last_value", None) if _exiting else None
     error = why[0] if why else uncaught
     board.leave_word(State.LEFT, f"{type(error).__name__}: {error}" if error is not None else "")
@@ -399,5 +339,5 @@ _exiting: list[bool] = []
 
 @functools.cache
 def _note_the_exit() -> None:
-    """To be called after a finalizer was made: then this hook runs before all finalizers."""
+    """To be called after a finalizer was made, so that this hook runs before all finalizers."""
     atexit.register(_exiting.append, True)

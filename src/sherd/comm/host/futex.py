@@ -1,7 +1,7 @@
 """Sleeping on a word of shared memory, and the fences that flags need.
 
 A flag is an aligned 64-bit word with one writer. The futex is its low half, so a waiter sleeps on a 32-bit word that
-changes whenever the flag does. x86-64 keeps stores in order, so data written before a flag is seen before it. ARM does
+changes with the flag. x86-64 keeps stores in order, so data written before a flag is seen before it. ARM does
 not: there a fence goes before a flag is raised and after it is seen. FUTEX_WAKE is that fence: the kernel runs a full
 barrier before it looks for waiters, and ctypes offers no cheaper one.
 """
@@ -61,7 +61,7 @@ def wait(address: int, expected: int, seconds: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake everyone who sleeps on the word at `address`."""
+    """Wake all that sleep on the word at `address`."""
     _syscall(address, _FUTEX_WAKE, _ALL, None)
 
 

@@ -1,8 +1,8 @@
 """Runs the steps of operations.
 
-Operations stand in queues: one for the collectives, one for each direction to each peer. In a queue they complete in
-the order in which they were issued, which for collectives is the same on all ranks. While a rank waits for anything, it
-does its part of whatever else is at the head of a queue, in every communicator of its thread: nobody waits in a circle.
+Operations wait in queues: one for the collectives, one for each direction to each peer. In a queue they complete in the
+order in which they were issued, which for collectives is the same on all ranks. While a rank waits for anything, it
+does its part of whatever else is at the head of a queue, in every communicator of its thread, so ranks do not deadlock.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from sherd.comm.closed import CLOSED
+from sherd.comm.closing import CLOSED, unusable
 from sherd.comm.host import futex
-from sherd.comm.host.board import CHUNK_BITS, Board, State
+from sherd.comm.host.board import CHUNK_BITS, ERRORS, Board, State
 from sherd.comm.host.operation import Operation
 from sherd.comm.host.waiting import Waiter
-from sherd.comm.progress import move_everything, take_part
+from sherd.comm.waiting.progress import move_everything, take_part
 from sherd.errors import CommClosed, CommError, Diverged, PeerLost, TimedOut
 
-_KNOWN_TO_OTHERS = (CommClosed, Diverged, PeerLost, TimedOut)  # they have been told, or see it themselves
-_STATES = {Diverged: State.DIVERGED, PeerLost: State.LOST_PEER, TimedOut: State.TIMED_OUT}
+_KNOWN_TO_OTHERS = (CommClosed, Diverged, PeerLost, TimedOut)  # they were told, or see it themselves
+_STATES = {error: state for state, error in ERRORS.items()}
 
 
 class Scheduler:
     """The operations of one rank that are under way."""
 
-    def __init__(self, board: Board, waiter: Waiter, turn: threading.RLock) -> None:
+    def __init__(self, board: Board, waiter: Waiter, lock: threading.RLock) -> None:
         self._board = board
         self._words = board.words
         self._waiter = waiter
         self._collectives: deque[Operation] = deque()
         self._queues = [self._collectives]
         self._broken: str | None = None
-        self.turn = turn
+        self.lock = lock
         take_part(self)
 
     def new_queue(self) -> deque[Operation]:
@@ -43,9 +43,9 @@ class Scheduler:
         return queue
 
     def check(self) -> None:
-        """Before anything: raise if this communicator is of no more use."""
+        """Before anything: raise if this communicator can no longer be used."""
         if self._broken is not None:
-            raise CommClosed(f"this communicator cannot be used any more: {self._broken}")
+            raise unusable(self._broken)
         if not self._board.all_well():
             try:
                 self._waiter.check()
@@ -54,9 +54,9 @@ class Scheduler:
                 raise
 
     def admit(self) -> None:
-        """Before a collective: check, and finish what would be in the way."""
+        """Before a collective: check, and complete what would be in the way."""
         self.check()
-        # A collective that is not all staged would find its next chunks behind the new one's.
+        # The remaining chunks of a collective that is not all staged would come after those of the new one.
         if self._collectives and not self._collectives[-1].staged_all:
             self.complete(self._collectives[-1])
 
@@ -70,7 +70,7 @@ class Scheduler:
         """Run a collective until its first contribution is posted, and without waiting where that is possible."""
         self.add(operation)
         self._step(operation)
-        # Where the staging chunks are all taken: do this rank's part of what is under way, then wait for a free one.
+        # While all staging chunks are taken: do this rank's part of what is under way, then wait for a free one.
         while not operation.posted:
             head = self._collectives[0]
             if not self._is_met(head):
@@ -89,7 +89,7 @@ class Scheduler:
     def complete(self, operation: Operation) -> None:
         """Run `operation`, and those ahead of it in its queue, to the end."""
         if self._broken is not None:
-            raise CommClosed(f"this communicator cannot be used any more: {self._broken}")
+            raise unusable(self._broken)
         while not operation.finished:
             self._run(operation.queue[0])
 
@@ -101,11 +101,11 @@ class Scheduler:
         return operation.finished
 
     def abandon(self, why: BaseException | str) -> None:
-        """Drop everything; later calls get an error that says why, and so do the other ranks if they cannot know."""
+        """Drop everything; later calls raise an error that says why, and so do other ranks if they cannot know it."""
         if self._broken is not None:
             return
-        self._broken = str(why)  # not the error: its traceback holds everything
-        # Before the tensors of what is under way are let go: others may be reading them.
+        self._broken = str(why)  # not the error: its traceback keeps everything alive
+        # Before the tensors of what is under way are released: others may be reading them.
         if isinstance(why, BaseException) and not isinstance(why, _KNOWN_TO_OTHERS):
             self._board.leave_word(State.FAILED, f"{type(why).__name__}: {why}")
         for queue in self._queues:
@@ -118,7 +118,7 @@ class Scheduler:
             self.abandon(error)
 
     def close(self) -> None:
-        """Drop everything, and the board: handles hold this object."""
+        """Drop everything, and the board: handles keep this object alive."""
         self.abandon("it was closed")
         self._board = self._waiter = self._words = CLOSED
 
@@ -136,7 +136,7 @@ class Scheduler:
             indices, target = operation.need
             for index in indices:
                 if words[index] < target:
-                    # It may have moved on meanwhile, and need something else now.
+                    # It may have moved on meanwhile, and now need something else.
                     self._wait(indices, target, operation)
                     break
             else:

@@ -1,16 +1,15 @@
-"""The stances of the ranks of a host, on the board: what each sleeps for that has slept for a while."""
+"""The stances of the ranks of a host, on the board: what each rank that has slept for a while is waiting for."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
-from sherd.comm import deadlock, faults
-from sherd.comm.deadlock import COLLECTIVE, RECV, SEND, Stance
 from sherd.comm.host import futex
 from sherd.comm.host.board import CHUNK_BITS, Board, State
 from sherd.comm.host.operation import Operation
-from sherd.errors import Diverged
+from sherd.comm.waiting import deadlock, faults
+from sherd.comm.waiting.deadlock import COLLECTIVE, RECV, SEND, Stance
 
 Made = tuple[int, list[int], list[int]]
 """Calls of a rank: its last collective, and its messages to and from every rank."""
@@ -20,7 +19,7 @@ _COUNTS = 8  # generation, kind, peer, count, collectives, text, monotonic ns, w
 
 
 class Stances:
-    """One rank's view of them."""
+    """One rank's view of the stances."""
 
     def __init__(self, board: Board, names: Sequence[str], numbers: Sequence[int]) -> None:
         self._board = board
@@ -44,22 +43,17 @@ class Stances:
         return _KINDS[kind]
 
     def leave(self) -> None:
-        """It goes on. The stance stays: see `deadlock`."""
+        """This rank goes on. The stance stays: see `deadlock`."""
         self._board.words[self._board.stances[self._board.rank] + 7] = 0
 
     def check(self) -> None:
-        """Raise if this rank is in a circle."""
+        """Raise if this rank is part of a deadlock."""
         board = self._board
         stances = {r: stance for r in range(board.world) if (stance := self._read(r)) is not None}
         ranks = deadlock.circle(board.rank, stances)
         if ranks:
-            raise self._diverged(sorted(ranks), deadlock.sides(ranks, stances, self._names))
-
-    def _diverged(self, ranks: Sequence[int], sides: Sequence[str]) -> Diverged:
-        error = faults.in_a_circle(sides, [self._numbers[r] for r in ranks])
-        self._board.leave_word(State.DIVERGED, str(error))
-        faults.emit_fault(error)
-        return error
+            sides = deadlock.sides(ranks, stances, self._names)
+            raise board.reported(faults.deadlocked(sides, [self._numbers[r] for r in sorted(ranks)]), State.DIVERGED)
 
     def _read(self, rank: int) -> Stance | None:
         board, words = self._board, self._board.words

@@ -1,32 +1,32 @@
-"""Waiting for other ranks: spin briefly, sleep, and never for nothing.
+"""Waiting for other ranks: spin briefly, then sleep, and check all the while that it still makes sense.
 
-Whoever waits looks every few milliseconds whether it still makes sense: a peer whose process has ended, a peer that
-said it left or failed, and a peer that is merely late each lead to an error or a warning that names it.
+A peer whose process has ended, a peer that left or failed, and a peer that is merely late each lead to an error or a
+warning that names it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from sherd.comm import faults
-from sherd.comm.closed import MEANWHILE
-from sherd.comm.deadlock import COLLECTIVE
-from sherd.comm.host.board import Board, State
+from sherd.comm.closing import CLOSED_MEANWHILE
+from sherd.comm.host.board import ERRORS, Board, State
 from sherd.comm.host.operation import Operation
-from sherd.comm.host.peers import Peers
 from sherd.comm.host.stances import Made, Stances
-from sherd.comm.patience import Stopwatch, limit
+from sherd.comm.meeting.peers import Peers
+from sherd.comm.waiting import faults
+from sherd.comm.waiting.deadlock import COLLECTIVE
+from sherd.comm.waiting.patience import Stopwatch, limit
 from sherd.config import CommOptions
-from sherd.errors import CommClosed, CommError, Diverged, PeerLost, TimedOut
+from sherd.errors import CommClosed, CommError
 
-# A look takes about 40 ns, so this is about 1 ms: longer than a peer needs for the next chunk of a stream.
+# Each takes about 40 ns, so this is about 1 ms: longer than a peer needs for the next chunk of a stream.
 # With a tenth of it, repeats of a 100 MB all-reduce on a noisy machine gave medians of 19 to 27 ms instead of 19 to 21.
 SPINS = 25_000
 # How long to sleep before looking for faults again; a dead peer is noticed within it.
 LOOK_EVERY = 0.05
 LOOK_EVERY_BUSY = 0.001
-# How long a rank sleeps before it says what for, and how often it then looks whether anybody can ever come.
+# How long a rank sleeps before it takes a stance, and how often it then looks for a deadlock.
 CIRCLE_EVERY = 0.25
 
 
@@ -96,13 +96,13 @@ class Waiter:
                 try:
                     raise fault
                 finally:
-                    del fault  # its traceback holds this frame
+                    del fault  # its traceback keeps this frame alive
             waited = watch.seconds()
             if waited > circle_at and self._owner == threading.get_ident() and (made := self.made()) is not None:
                 circle_at = waited + CIRCLE_EVERY
-                # Every time: what was moved on meanwhile may have slept too.
+                # Every time: an operation that was moved on meanwhile may have slept too.
                 kind = self._stances.take(index, target, operation, made(), waited)
-                # Who is in a collective is told: a circle has a message in it.
+                # A circle has a message in it: the rank that waits for that reports it.
                 if kind != COLLECTIVE:
                     self._stances.check()
             if waited > limit(self._options.timeout):
@@ -112,7 +112,7 @@ class Waiter:
                 warn_at = 2 * waited
 
     def use_here(self) -> None:
-        """Another thread goes on: they take turns."""
+        """Calls now come from this thread; threads take turns."""
         self._owner = threading.get_ident()
 
     def check(self, needed: Sequence[int] = ()) -> None:
@@ -127,56 +127,44 @@ class Waiter:
     # ---------------------------------------------------------------- what may have gone wrong
 
     def _fault(self, missing: Sequence[int]) -> CommError | None:
-        """Why waiting for `missing` is in vain, or None."""
-        trouble = self._board.trouble()
-        state, _ = trouble.pop(self._board.rank, (State.WELL, ""))
+        """Why it is useless to wait for `missing`, or None."""
+        failures = self._board.failures()
+        state, _ = failures.pop(self._board.rank, (State.WELL, ""))
         if state == State.LEFT:
-            return CommClosed(MEANWHILE)
-        silent = [r for r in self._peers.dead() if r not in trouble]
+            return CommClosed(CLOSED_MEANWHILE)
+        silent = [r for r in self._peers.dead() if r not in failures]
         if silent:
-            # They may have left word between the two looks.
-            trouble = {r: said for r, said in self._board.trouble().items() if r != self._board.rank}
-            silent = [r for r in silent if r not in trouble]
+            # They may have said why between the two checks.
+            failures = {r: said for r, said in self._board.failures().items() if r != self._board.rank}
+            silent = [r for r in silent if r not in failures]
         if silent:
-            ends = [self._deed_of(r, self._peers.how_it_ended(r)) for r in silent]
-            return self._report(State.LOST_PEER, faults.lost(ends, self._mine(), [self._numbers[r] for r in silent]))
-        for rank, (state, text) in trouble.items():
-            if state == State.LEFT and (rank in missing or text):
-                end = self._deed_of(rank, f"left after {text}" if text else "left")
-                return self._report(State.LOST_PEER, faults.lost([end], self._mine(), (self._numbers[rank],)))
-            if state == State.FAILED:
-                end = self._deed_of(rank, f"failed with {text}")
-                return self._report(State.LOST_PEER, faults.lost([end], self._mine(), (self._numbers[rank],)))
-            if state == State.DIVERGED:
-                return Diverged(text, (self._numbers[rank],))
-            if state == State.LOST_PEER:
-                return PeerLost(f"{self._names[rank]} reports: {text}", (self._numbers[rank],))
-            if state == State.TIMED_OUT:
-                return TimedOut(f"{self._names[rank]} reports: {text}", (self._numbers[rank],))
+            return self._lost({r: self._peers.how_it_ended(r) for r in silent})
+        for rank, (state, text) in failures.items():
+            if state == State.FAILED or (state == State.LEFT and (rank in missing or text)):
+                verb = "failed with" if state == State.FAILED else "left after"
+                return self._lost({rank: f"{verb} {text}" if text else "left"})
+            if state in ERRORS:
+                words = text if state == State.DIVERGED else f"{self._names[rank]} reports: {text}"
+                return ERRORS[state](words, (self._numbers[rank],))
         return None
+
+    def _lost(self, ends: Mapping[int, str]) -> CommError:
+        words, me = [self._activity_of(rank, end) for rank, end in ends.items()], self._board.rank
+        mine = f"{self._names[me]} {self._board.last_activity(me)}"
+        error = faults.lost(words, mine, [self._numbers[rank] for rank in ends])
+        return self._board.reported(error, State.LOST_PEER)
 
     def _timed_out(self, missing: Sequence[int], seconds: float) -> CommError:
         late = [self._names[r] for r in missing]
-        deeds = [f"{name} {self._board.last_deed(r)}" for r, name in enumerate(self._names)]
-        return self._report(
-            State.TIMED_OUT, faults.timed_out(late, seconds, deeds, [self._numbers[r] for r in missing])
-        )
+        activities = [f"{name} {self._board.last_activity(r)}" for r, name in enumerate(self._names)]
+        error = faults.timed_out(late, seconds, activities, [self._numbers[r] for r in missing])
+        return self._board.reported(error, State.TIMED_OUT)
 
     def _warn(self, missing: Sequence[int], seconds: float) -> None:
-        late = {self._numbers[r]: self._deed_of(r) for r in missing}
-        call = self._board.last_deed(self._board.rank)
+        late = {self._numbers[r]: self._activity_of(r) for r in missing}
+        call = self._board.last_activity(self._board.rank)
         faults.warn_late(self._names[self._board.rank], late, seconds, call, limit(self._options.timeout))
 
-    def _report(self, state: State, error: CommError) -> CommError:
-        """Tell the others; the first report of a rank stands."""
-        self._board.leave_word(state, str(error))
-        faults.emit_fault(error)
-        return error
-
-    def _deed_of(self, rank: int, end: str = "") -> str:
+    def _activity_of(self, rank: int, end: str = "") -> str:
         name = f"{self._names[rank]} {end}" if end else self._names[rank]
-        return f"{name}; it {self._board.last_deed(rank)}"
-
-    def _mine(self) -> str:
-        me = self._board.rank
-        return f"{self._names[me]} {self._board.last_deed(me)}"
+        return f"{name}; it {self._board.last_activity(rank)}"

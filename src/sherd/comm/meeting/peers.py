@@ -1,0 +1,89 @@
+"""Which processes of this host still run: a handle (pidfd) per peer, which becomes readable when the process ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import struct
+from pathlib import Path
+
+_PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes)
+_PIDFD_INFO_EXIT = 1 << 3
+_EXIT_CODE = 60  # offset of exit_code in struct pidfd_info
+
+
+class Peers:
+    """The processes of some ranks. Takes over the pidfds."""
+
+    def __init__(self, pids: dict[int, int], pidfds: dict[int, int]) -> None:
+        self._pids: dict[int, int] = {}
+        self._fds: dict[int, int] = {}
+        self._rank_of: dict[int, int] = {}
+        self._poll = select.poll()
+        for rank, pidfd in pidfds.items():
+            self.add(rank, pids[rank], pidfd)
+
+    def add(self, rank: int, pid: int, pidfd: int) -> None:
+        self._pids[rank] = pid
+        self._fds[rank] = pidfd
+        self._rank_of[pidfd] = rank
+        self._poll.register(pidfd, select.POLLIN)
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._pids
+
+    def dead(self) -> list[int]:
+        """The ranks whose process has ended."""
+        return sorted(self._rank_of[fd] for fd, _ in self._poll.poll(0) if fd in self._rank_of)
+
+    def how_it_ended(self, rank: int) -> str:
+        """ "was killed by SIGKILL", "exited with code 3" or "ended", as far as it can still be found out."""
+        status = _status_from_pidfd(self._fds[rank]) if rank in self._fds else None
+        if status is None:
+            status = _status_from_proc(self._pids[rank])
+        if status is None:
+            return "ended"
+        if os.WIFSIGNALED(status):
+            number, names = os.WTERMSIG(status), {each.value: each.name for each in signal.Signals}
+            return f"was killed by {names.get(number, f'signal {number}')}"
+        return f"exited with code {os.WEXITSTATUS(status)}"
+
+    def renumbered(self, numbers: dict[int, int]) -> Peers:
+        """Some of these processes under other numbers, with handles of their own."""
+        kept = {rank: new for rank, new in numbers.items() if rank in self._fds}
+        return Peers(
+            {new: self._pids[rank] for rank, new in kept.items()},
+            {new: os.dup(self._fds[rank]) for rank, new in kept.items()},
+        )
+
+    def close(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+        self._rank_of.clear()
+        self._poll = select.poll()
+
+
+def _status_from_pidfd(fd: int) -> int | None:
+    """The wait status of a process that its parent has already reaped (Linux 6.15 and later)."""
+    info = bytearray(64)
+    struct.pack_into("<Q", info, 0, _PIDFD_INFO_EXIT)
+    try:
+        fcntl.ioctl(fd, _PIDFD_GET_INFO, info)
+    except OSError:
+        return None
+    if not struct.unpack_from("<Q", info, 0)[0] & _PIDFD_INFO_EXIT:
+        return None
+    status: int = struct.unpack_from("<i", info, _EXIT_CODE)[0]
+    return status
+
+
+def _status_from_proc(pid: int) -> int | None:
+    """The wait status of a process that has ended and is not reaped yet."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[-1]) if fields[0] in "ZX" else None
