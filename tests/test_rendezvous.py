@@ -250,3 +250,20 @@ def test_machine_0_may_leave_before_ranks_of_others_that_take_long(end, lost):
     while not (news.lost or news.all_ended) and time.monotonic() < patience:
         time.sleep(0.01)
     assert (news.lost, news.all_ended, bool(news.trouble)) == (lost, not lost, lost)
+
+
+def test_a_store_that_never_answers_is_one_that_is_gone():
+    asked, over = threading.Event(), threading.Event()
+
+    def check(keys):
+        asked.set()
+        over.wait(60)
+        return False
+
+    silent = Board(SimpleNamespace(check=check, set_timeout=lambda _: None), TOKEN, "run", patience=0.1)
+    try:
+        with pytest.raises(DistError, match=r"no answer within 0\.1 s"):
+            silent.read(PLAN)
+        assert asked.is_set()
+    finally:
+        over.set()
