@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from torch.distributed import DistError
@@ -27,9 +27,6 @@ def aside(job: Callable[[], T], seconds: float | None = None) -> T:
             answer.set_exception(error)
 
     threading.Thread(target=work, name="sherd-launch-aside", daemon=True).start()
-    try:
-        return answer.result(seconds)
-    except TimeoutError:
-        if answer.done():
-            raise
-        raise DistError(f"no answer within {seconds:g} s") from None
+    if not wait([answer], seconds).done:
+        raise DistError(f"no answer within {seconds:g} s")
+    return answer.result()
