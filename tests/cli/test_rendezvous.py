@@ -145,7 +145,7 @@ def test_a_machine_that_comes_when_the_run_has_begun_does_not_end_it(port):
 @pytest.mark.parametrize("end", ["leaves", "is killed"])
 def test_a_launcher_that_ends_while_it_waits_may_come_again(port, monkeypatch, end):
     if end == "is killed":
-        monkeypatch.setattr(Seat, "leave", lambda seat: time.sleep(SILENT_SECONDS + 1))
+        monkeypatch.setattr(Seat, "leave", lambda seat: time.sleep(SILENT_SECONDS + 1))  # as machine 0 counts
     with ThreadPoolExecutor(3) as pool:
         master = pool.submit(attend, request(port, 0, 3, wait=60))
         assert "gave up" in attend(request(port, 1, 3, wait=1.5))
@@ -251,3 +251,20 @@ def test_machine_0_may_leave_before_ranks_of_others_that_take_long(end, lost):
     while not (news.lost or news.all_ended) and time.monotonic() < patience:
         time.sleep(0.01)
     assert (news.lost, news.all_ended, bool(news.trouble)) == (lost, not lost, lost)
+
+
+def test_a_store_that_never_answers_is_one_that_is_gone():
+    asked, over = threading.Event(), threading.Event()
+
+    def check(keys):
+        asked.set()
+        over.wait(60)
+        return False
+
+    silent = Board(SimpleNamespace(check=check, set_timeout=lambda _: None), TOKEN, "run", patience=0.1)
+    try:
+        with pytest.raises(DistError, match=r"no answer within 0\.1 s"):
+            silent.read(PLAN)
+        assert asked.is_set()
+    finally:
+        over.set()

@@ -9,10 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
+from sherd.testing import _namespaces
 from tests.cli.machines import NAMES, finished, lines_until
+from tests.helpers.processes import PATIENCE
 
 TRAIN = """
 import os, torch, torch.distributed as dist
@@ -151,6 +155,44 @@ def test_machine_0_is_killed(two, tmp_path):
     (_, stderr, status) = finished([second])[0]
     assert status == 1
     assert "the launcher of machine 0 is gone" in stderr
+
+
+LEAVE = "import os, time; os.environ['RANK'] == '1' or time.sleep(600)"
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"), [("meeting", signal.SIGTERM), ("running", signal.SIGINT), ("ending", signal.SIGTERM)]
+)
+def test_a_launcher_whose_cable_is_gone_ends_when_it_is_told_to(two, tmp_path, moment, number):
+    """Machine 0 too, which has lost its own address: what it asks its store is not answered either."""
+    (tmp_path / "leave.py").write_text(LEAVE if moment == "ending" else WAIT)
+    machines = "3" if moment == "meeting" else "2"
+    meeting = ["--nnodes", machines, "--master-addr", "10.0.0.2"]
+    launchers = [two.run(n, *meeting, "--node-rank", str(n), "leave.py", SHERD_TOKEN="x" * 20) for n in (0, 1)]
+    if moment == "meeting":
+        # Two connections to port 29500: machine 1 speaks over one and listens at the other.
+        tables = [Path(f"/proc/{launchers[1].pid}/net/{name}") for name in ("tcp", "tcp6")]
+        _until(lambda: sum(table.read_text().count(":733C 01 ") for table in tables) == 2)
+    else:
+        for launcher in launchers:
+            lines_until(launcher.stderr, "of 2, over eth0")
+        ranks = psutil.Process(launchers[1].pid)
+        _until(lambda: bool(ranks.children()) == (moment == "running"))
+    for host in (two.hosts[0], two.hosts[1]):
+        _namespaces.run_inside(host.bridge, "ip", "link", "delete", host.name)
+    time.sleep(1)  # for them to ask something
+    for launcher in launchers:
+        launcher.send_signal(number)
+    for _, stderr, status in finished(launchers):
+        assert status == 128 + number
+        assert f"stopped by {number.name}; all ranks have ended" in stderr
+
+
+def _until(is_so):
+    end = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_a_stranger_can_end_nothing_with_a_planted_fault(two, tmp_path):

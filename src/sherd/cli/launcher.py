@@ -20,13 +20,14 @@ def run_ranks(ranks: Ranks, news: Newsroom) -> int:
 
     Raises `Stopped`, which may come at any time and come again: whoever catches it ends what is left.
     """
-    status = 1
+    status, stopped = 1, False
     try:
         ranks.start()
         ours = _watch(ranks, news)
         ranks.stop()
         status = messages.conclude(ranks.failed, ours=ours)
     except Stopped as stop:
+        stopped = True
         news.tell(*ranks.some, f"was stopped with all ranks of its machine: its launcher got {stop.signal.name}")
         ranks.stop(stop.signal)
         raise
@@ -35,7 +36,7 @@ def run_ranks(ranks: Ranks, news: Newsroom) -> int:
         ranks.stop(signal.SIGKILL)
         messages.say(f"the ranks could not be started: {error}")
     finally:
-        news.close(well=status == 0)
+        news.close(well=status == 0, stopped=stopped)
     return status
 
 

@@ -7,13 +7,13 @@ a token nothing is believed that does not carry its seal, under the key at which
 from __future__ import annotations
 
 import json
-import queue
-import threading
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
-from torch.distributed import DistError, Store, TCPStore
+from torch.distributed import Store, TCPStore
 
+from sherd.cli.machines.aside import aside
 from sherd.comm.meeting.notes import LAUNCHERS
 from sherd.comm.trust.seal import Seal
 
@@ -22,32 +22,50 @@ PLAN = "sherd/launch/plan"  # by machine 0: all machines, once they are there
 OFF = "sherd/launch/off"  # by any machine: why there will be no run
 FAULT = LAUNCHERS  # by the first machine on which a rank failed
 ANSWER = timedelta(seconds=30)  # for the store to answer
+BRIEF_SECONDS = 1.0  # for the store to take the words of one who has to go on, or is about to leave
 CONNECT = 5.0  # seconds for a store that listens to take a connection
 
 News = dict[str, Any]
+T = TypeVar("T")
 
 
 class Board:
-    """The store, in words. Errors of the store are `torch.distributed.DistError`s: machine 0 is gone."""
+    """The store, in words. Errors of the store are `torch.distributed.DistError`s: machine 0 is gone.
 
-    def __init__(self, store: TCPStore, seal: Seal | None, run: str | None = None) -> None:
+    A word that is not answered within `patience` is such an error too. Without that limit, a call waits for as long as
+    machine 0 is silent, and signals wait with it: for threads that nobody waits for.
+    """
+
+    def __init__(
+        self,
+        store: TCPStore,
+        seal: Seal | None,
+        run: str | None = None,
+        patience: float | None = ANSWER.total_seconds(),
+    ) -> None:
         self.store = store
         self.seal = seal
         self.run = run  # its number; None until machine 0 has told it
+        self.patience = patience
         self.strange: set[str] = set()  # keys at which something was found that was not believed
         store.set_timeout(ANSWER)
 
     def again(self) -> Board:
         """The same over another connection, for another thread: one that waits does not hold up the others."""
-        return Board(connected(self.store.host, self.store.port), self.seal, self.run)
+        return Board(connected(self.store.host, self.store.port), self.seal, self.run, patience=None)
+
+    def brief(self) -> Board:
+        """The same for words that must not take long: a cut cable lets nobody know that it is cut."""
+        return Board(self.store, self.seal, self.run, BRIEF_SECONDS)
 
     def write(self, key: str, news: News) -> None:
-        _set(self.store, key, self._packed(key, news))
+        packed = self._packed(key, news)
+        self._ask(lambda: _set(self.store, key, packed))
 
     def claim(self, key: str, before: bytes, news: News) -> bytes | None:
         """Write if `before` is what is there (b"": nothing); what was written, or None if another came first."""
         packed = self._packed(key, news)
-        return packed if _compare_set(self.store, key, before, packed) == packed else None
+        return packed if self._ask(lambda: _compare_set(self.store, key, before, packed)) == packed else None
 
     def write_first(self, key: str, news: News) -> News:
         """Write unless there is something to believe already; what is there afterwards."""
@@ -66,7 +84,10 @@ class Board:
         return news
 
     def raw(self, key: str) -> bytes:
-        return self.store.get(key) if self.store.check([key]) else b""
+        return self._ask(lambda: self.store.get(key) if self.store.check([key]) else b"")
+
+    def _ask(self, job: Callable[[], T]) -> T:
+        return job() if self.patience is None else aside(job, self.patience)
 
     def _packed(self, key: str, news: News) -> bytes:
         data = json.dumps({**news, "run": self.run}).encode()
@@ -85,23 +106,9 @@ class Board:
 
 def connected(host: str, port: int) -> TCPStore:
     """A connection to a store. Raises `DistError` after CONNECT seconds without an answer."""
-    found: queue.SimpleQueue[TCPStore | DistError] = queue.SimpleQueue()
-
-    def connect() -> None:
-        try:
-            found.put(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=CONNECT)))
-        except DistError as error:
-            found.put(error)
-
-    # In a thread: with one who takes connections and says nothing, torch waits for ever, whatever its timeout.
-    threading.Thread(target=connect, name="sherd-launch-connect", daemon=True).start()
-    try:
-        store = found.get(timeout=2 * CONNECT)
-    except queue.Empty:
-        raise DistError(f"no answer from {host} at port {port}") from None
-    if isinstance(store, DistError):
-        raise store
-    return store
+    timeout = timedelta(seconds=CONNECT)
+    # With one who takes connections and says nothing, torch waits for ever, whatever its timeout.
+    return aside(lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout), 2 * CONNECT)
 
 
 # torch declares values to be strings, and takes bytes as well; a seal is no text.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch.distributed import DistError, TCPStore
 
+from sherd.cli.machines.aside import aside
 from sherd.cli.machines.board import ANSWER, connected
 from sherd.comm.meeting import network
 from sherd.errors import ConfigError
@@ -36,12 +37,12 @@ def listen_alone() -> Listening:
 
 def listen(address: str, port: int) -> Listening:
     """On the one address by which others know this machine; on all of them where that cannot be told from here."""
-    place = network.place_to_listen(address)
+    place = aside(lambda: network.place_to_listen(address))
     if place:
         interface = network.interface_of(place)
         where = f"{shown(place, port)} ({interface.name if interface else 'loopback'})"
         return _hosted(_bound(place, port), place, address, where)
-    own = any(network.is_loopback(found) for found in network.resolve(address))
+    own = any(network.is_loopback(found) for found in _resolved(address))
     where = f"port {port} of all its interfaces"
     if not own:
         where += f" ({address} is no address of this machine)"
@@ -53,7 +54,7 @@ def reach(address: str, port: int, until: Callable[[str], None]) -> tuple[TCPSto
     wrong at the moment, after every attempt in vain."""
     while True:
         reason = ""
-        for found in network.resolve(address):
+        for found in _resolved(address):
             try:
                 _probe(found, port)
                 return connected(found, port), found
@@ -66,6 +67,10 @@ def reach(address: str, port: int, until: Callable[[str], None]) -> tuple[TCPSto
 
 def shown(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _resolved(address: str) -> list[str]:
+    return aside(lambda: network.resolve(address))
 
 
 def _bound(address: str, port: int) -> socket.socket:
@@ -98,7 +103,8 @@ def _hosted(listener: socket.socket, own: str, for_ranks: str, where: str) -> Li
     except OSError as error:
         listener.close()
         raise unreachable(shown(own, port), error) from error
-    store = TCPStore(
-        own, port, is_master=True, wait_for_workers=False, timeout=ANSWER, master_listen_fd=listener.detach()
+    fd = listener.detach()
+    store = aside(
+        lambda: TCPStore(own, port, is_master=True, wait_for_workers=False, timeout=ANSWER, master_listen_fd=fd)
     )
     return Listening(store, where, port, for_ranks)

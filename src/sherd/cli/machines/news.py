@@ -6,18 +6,17 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.distributed import DistError
 
-from sherd.cli.machines.board import FAULT, OFF, News
+from sherd.cli.machines.board import FAULT, OFF, Board, News
 from sherd.cli.machines.rendezvous import Meeting
 from sherd.comm.meeting.reports import printable
 
 HEAR_SECONDS = 0.2  # between two looks at the board
-TELL_SECONDS = 1.0  # for the board to take a word: our own ranks do not wait longer for it
 LINGER_SECONDS = 15.0  # for machines that have heard of a failure to end their ranks
+STOPPED_SECONDS = 3.0  # the same, where a signal has ended this one: it may have come because nobody is there any more
 
 
 @dataclass(frozen=True)
@@ -67,33 +66,26 @@ class Newsroom:
     def tell(self, rank: int, pid: int, how: str) -> None:
         """Tell every machine that a rank of this one failed, unless one of another failed before."""
         words = {"rank": rank, "pid": pid, "machine": socket.gethostname(), "how": how}
-        self._aside(lambda: self._note(self._meeting.board.write_first(FAULT, words)))
+        with contextlib.suppress(DistError):
+            self._note(self._meeting.board.brief().write_first(FAULT, words))
 
     def tell_ended(self, well: bool) -> None:
         """Tell that no rank of this machine runs any more."""
-        self._aside(lambda: self._meeting.board.write(_end(self._meeting.machine), {"well": well}))
+        with contextlib.suppress(DistError):
+            self._meeting.board.brief().write(_end(self._meeting.machine), {"well": well})
 
-    def close(self, well: bool) -> None:
+    def close(self, well: bool, stopped: bool = False) -> None:
         """On machine 0, wait until the others need its store no more: they have to hear why it ends, too."""
         self._over.set()
         if self._alone or well or self.off:  # a machine that has left for good will not tell that it has ended
             return
         self.tell_ended(well)
-        end = time.monotonic() + (LINGER_SECONDS if self._meeting.machine == 0 else 0)
+        if self._meeting.machine != 0:
+            return
+        end = time.monotonic() + (STOPPED_SECONDS if stopped else LINGER_SECONDS)
         with contextlib.suppress(DistError):
-            while time.monotonic() < end and not self._have_all_ended():
+            while time.monotonic() < end and not self._have_all_ended(self._meeting.board.brief()):
                 time.sleep(HEAR_SECONDS)
-
-    def _aside(self, write: Callable[[], None]) -> None:
-        """Write in another thread, and wait a moment for it: a cut cable lets nobody know that it is cut."""
-
-        def attempt() -> None:
-            with contextlib.suppress(DistError):
-                write()
-
-        writer = threading.Thread(target=attempt, name="sherd-launch-tell", daemon=True)
-        writer.start()
-        writer.join(TELL_SECONDS)
 
     def _hear(self) -> None:
         ended_well = False  # machine 0, which may leave before ranks of others that take long are done
@@ -106,13 +98,13 @@ class Newsroom:
                 else:
                     end = self._hearing.read(_end(0))
                     ended_well = end is not None and end.get("well") is True
-                    self.all_ended = self._have_all_ended()
+                    self.all_ended = self._have_all_ended(self._hearing)
             except DistError:
                 self.lost, self.all_ended = not ended_well, ended_well
                 return
 
-    def _have_all_ended(self) -> bool:
-        return all(self._hearing.read(_end(machine)) for machine in range(self._meeting.machines))
+    def _have_all_ended(self, board: Board) -> bool:
+        return all(board.read(_end(machine)) for machine in range(self._meeting.machines))
 
     def _note(self, news: News) -> None:
         fault = Fault.of(news)

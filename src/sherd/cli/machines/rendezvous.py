@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from torch.distributed import DistError
 
 from sherd.cli.machines import endpoint
+from sherd.cli.machines.aside import aside
 from sherd.cli.machines.board import HELLO, OFF, PLAN, Board, News
 from sherd.cli.machines.seat import Seat, Seats
 from sherd.cli.messages import say
@@ -109,7 +110,7 @@ def _as_master(request: Request, seal: Seal | None) -> Iterator[Meeting]:
     board.write(HELLO, {"machines": request.machines})
     with _heard(), _called_off(board, request):
         others = _gathered(board, request, here.where)
-        way = network.way_to(request.address)
+        way = aside(lambda: network.way_to(request.address))
         me = {"id": "", "name": socket.gethostname(), "ranks": request.ranks, "way": way}
         plan = {"all": [me, *others]}
         meeting = _meeting(board, board.again(), request, plan, here.for_ranks)
@@ -141,7 +142,7 @@ def _as_other(request: Request, seal: Seal | None) -> Iterator[Meeting]:
     store, reached = endpoint.reach(request.address, request.port, until)
     board = Board(store, seal)
     me = {"id": uuid.uuid4().hex, "name": socket.gethostname(), "ranks": request.ranks, "way": network.way_to(reached)}
-    with _called_off(board, request, only_if=lambda: _is_seated(board, request, me)):
+    with _called_off(board, request, only_if=lambda last: _is_seated(last, request, me)):
         try:
             _greet(board, request, patience, where)
             hearing = board.again()  # now: machine 0 could be gone later, and to find that out takes seconds
@@ -207,15 +208,16 @@ def _is_seated(board: Board, request: Request, me: News) -> bool:
 
 
 @contextlib.contextmanager
-def _called_off(board: Board, request: Request, only_if: Callable[[], bool] = lambda: True) -> Iterator[None]:
+def _called_off(board: Board, request: Request, only_if: Callable[[Board], bool] = lambda _: True) -> Iterator[None]:
     """Tell the other machines if this one leaves, and why."""
     try:
         yield
     except BaseException as error:
         why = str(error) if isinstance(error, SherdError) else f"the launcher of machine {request.machine} was stopped"
+        last = board.brief()
         with contextlib.suppress(DistError, ConfigError):
-            if only_if():
-                board.write(OFF, {"why": why})
+            if only_if(last):
+                last.write(OFF, {"why": why})
         raise
 
 

@@ -54,6 +54,7 @@ class Seat:
 
     def leave(self) -> None:
         """Tell that this machine is not there any more, at once and not by its silence."""
+        self._board = self._board.brief()
         with contextlib.suppress(DistError, ConfigError):
             self._write({"left": True})
 
