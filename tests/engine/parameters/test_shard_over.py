@@ -298,5 +298,5 @@ def test_groups_that_do_not_fit(ranks):
             sherd.ZeRO(shard_over=wrong)
     with pytest.raises(RankFailed, match="divides the 3 ranks"):
         ranks(3).run(refused, "host", 2)
-    with pytest.raises(RankFailed, match="same number of consecutive ranks"):
+    with pytest.raises(RankFailed, match="as many consecutive ranks"):
         ranks(3).run(on_hosts, 2, refused, "c10d", "host")
