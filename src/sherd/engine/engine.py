@@ -58,6 +58,13 @@ class State(enum.Enum):
     """an update failed in the middle, and nothing may use what it left behind (see `torn`)"""
 
 
+_MOVES = {
+    State.READY: (State.UPDATING, State.READY),
+    State.UPDATING: (State.READY, State.BROKEN),
+    State.BROKEN: (State.READY,),
+}
+
+
 @dataclass(frozen=True)
 class Parts:
     """What an engine is made of, as its strategy chose."""
@@ -122,6 +129,12 @@ class Engine:
         self._looks_in_backward = not parts.store.compares_edits
         self._learned = False  # whether the launch order is that of rank 0's gradients
         self._train(self.buckets.parameters)
+
+    def move(self, to: State) -> None:
+        """Become `to`."""
+        if to not in _MOVES[self.state]:
+            raise SherdError(f"rank {self.comm.rank}: the engine is {self.state.value} and cannot be {to.value}")
+        self.state = to
 
     def take_over(self) -> None:
         """Move the parameters to where they are to live, with rank 0's values. Collective."""
@@ -300,7 +313,7 @@ class Engine:
 
     def restart(self) -> None:
         """Begin anew, with no gradient and at the beginning of a window."""
-        self.state = State.READY
+        self.move(State.READY)
         self.window.restart()
         self.forget()
 
@@ -331,18 +344,19 @@ class Engine:
             if self.unchanged.compares:  # which also waits until nobody reads what is about to be updated
                 self.unchanged.compare_if_any(f"before the update of step {self.steps}")
             self.store.acquire(self.buckets.buckets)
-            self.state, update = State.UPDATING, Update()
+            self.move(State.UPDATING)
+            update = Update()
             try:
                 yield update
                 self.store.publish(self.buckets.buckets)
-                self.state = State.READY
             except BaseException as error:
                 self.store.abandon()
-                self.state = State.READY
-                if update.begun or self.unchanged.touched():
-                    self.state = State.BROKEN
+                torn = update.begun or self.unchanged.touched()
+                self.move(State.BROKEN if torn else State.READY)
+                if torn:
                     self.torn.tear(self.steps, error)
                 raise
+            self.move(State.READY)
         self.unchanged.accept()
         self.steps += 1
 

@@ -10,6 +10,7 @@ The inner object is made anew from the user's for each step, so that nothing in 
 
 from __future__ import annotations
 
+import enum
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -24,7 +25,7 @@ from sherd.comm.base import Communicator
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.optimizer.state import Chunk, cut_chunks, cut_state, gather_state, state_bytes
-from sherd.errors import ConfigError
+from sherd.errors import ConfigError, SherdError
 
 CHUNK_NUMEL = 256 * 1024
 """Elements stepped at once. Parameter, gradient, two moments and a temporary of 256Ki floats are 5 MB and stay in the
@@ -40,6 +41,16 @@ cache through all passes of an update. Measured on 16Mi floats in segments of 2M
 Two processes at once give the same order. Fused makes one pass and gains nothing by chunks; foreach goes through the
 whole list in each pass. Stepping a few chunks per call would help foreach, but optimizers that count in a group count
 calls."""
+
+
+class Condition(enum.Enum):
+    """Whether the parameters and the state that a shard keeps belong together."""
+
+    CLEAN = "clean"
+    STEPPING = "being stepped"
+    TORN = "torn"
+    """a step failed in the middle, and state must be loaded"""
+
 
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -69,6 +80,7 @@ class OptimizerShard:
         self._state: defaultdict[Any, Any] = defaultdict(dict)
         self._held: list[dict[str, Any]] = []  # group by group: the chunks, and their names where there are names
         self._grouped: list[Tensor | None] = []
+        self.condition = Condition.CLEAN
         self._frozen: list[Tensor] = []  # in a group, but not trained: torch would find no gradient and skip them too
         self.follow(buckets)
 
@@ -88,6 +100,8 @@ class OptimizerShard:
 
     def step(self) -> None:
         """One update. Torch skips a parameter that has no gradient, and so does this: one that nobody has used."""
+        if self.condition is not Condition.CLEAN:
+            raise SherdError(f"the optimizer's shard is {self.condition.value} and cannot be stepped; load its state")
         self._follow()
         stepped = [chunk for member, cut in self._chunks.items() if member.used for chunk in cut]
         inner = self._inner()
@@ -95,9 +109,13 @@ class OptimizerShard:
             # Another tensor each time, and none afterwards: an optimizer that keeps it holds on to the memory.
             own = chunk.member.bucket.slice[chunk.offset : chunk.offset + chunk.value.numel()]
             chunk.value.grad = own.view(chunk.value.shape)
+        self.condition = Condition.STEPPING
         try:
             step_unhooked(inner)
+            self.condition = Condition.CLEAN
         finally:
+            if self.condition is Condition.STEPPING:
+                self.condition = Condition.TORN
             for chunk in stepped:
                 chunk.value.grad = None
         self._state = inner.state
@@ -154,6 +172,7 @@ class OptimizerShard:
             self._take(dict(zip(ids, parameters, strict=True)), loaded["state"])
         self._follow()
         # As torch's load_state_dict ends: classes bring the state of older versions up to date there.
+        self.condition = Condition.CLEAN
         inner = self._inner()
         inner.__setstate__({"state": self._state, "param_groups": inner.param_groups})
         self._state = inner.state
