@@ -27,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "README.zh-CN.md") if (ROOT / name).exists()),
+    *(ROOT / name for name in ("README.md", "README.zh-CN.md", "CONTRIBUTING.md") if (ROOT / name).exists()),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 SECONDS = 60  # of one chain; for those that hang
