@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sherd.api.description import described
 from sherd.api.membership import engine_of
 from sherd.api.training import training_of
+from sherd.engine.gradients.sharded_gradient import ShardedGradient
 from sherd.errors import ConfigError
 
 
@@ -27,11 +28,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def full_grad(parameter: Tensor) -> Tensor | None:
-    """The gradient of a parameter over all ranks, whole: what `parameter.grad` gives too. Collective under ZeRO.
+    """The gradient of a parameter over all ranks, as a plain tensor with all its elements. Collective under ZeRO.
 
     What is done to it in place counts: it is written back before the step.
     """
-    return parameter.grad
+    gradient = parameter.grad
+    return gradient.whole if isinstance(gradient, ShardedGradient) else gradient
 
 
 def weigh(model: nn.Module, weight: float) -> None:
