@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         full_parameters,
         gather,
         is_main,
+        log,
         main_first,
         mean,
         no_sync,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
         weigh,
         world,
     )
-    from sherd.api.log import log
     from sherd.ranks import launch
     from sherd.strategies import DDP, Strategy, ZeRO
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import sherd
 from sherd import CommOptions, ConfigError, observe
-from sherd.api import bars, process
+from sherd.api.helpers import bars, process
 from sherd.testing import run_ranks
 from tests.helpers.loaders import Numbers, Pairs
 from tests.helpers.processes import python, run

@@ -1,21 +1,29 @@
-"""What was passed to `distribute`, told apart by what it is."""
+"""What was passed to `distribute`, sorted by kind; for anything else, an error that says what to write instead."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from sherd.api.membership import is_distributed
-from sherd.api.mistaken import check_not_a_loss, other_kind
+from sherd.api.members import is_distributed
 from sherd.api.training import find_training
 from sherd.errors import ConfigError
+from sherd.strategies import Strategy
 
 _FSDP = ("FSDPModule", "FullyShardedDataParallel")
+_MODEL = "pass the model itself: sherd.distribute(model, optimizer)"
+_OUTSIDE = "stays outside: use it in the loop as before"
+_DATA = "other sources of data stay outside: give each rank its own, or put them into a DataLoader"
+_PARAMETERS = (nn.Module.parameters.__code__, nn.Module.named_parameters.__code__)
 
 
 def sort_out(things: Sequence[Any]) -> tuple[list[nn.Module], Optimizer | None, list[DataLoader[Any]]]:
@@ -25,7 +33,7 @@ def sort_out(things: Sequence[Any]) -> tuple[list[nn.Module], Optimizer | None, 
     loaders = [thing for thing in things if isinstance(thing, DataLoader)]
     for thing in things:
         if not isinstance(thing, nn.Module | Optimizer | DataLoader):
-            found, fix = other_kind(thing)
+            found, fix = _other_kind(thing)
             raise ConfigError(f"distribute takes models, an optimizer and DataLoaders, found {found}; {fix}")
     if len(set(map(id, things))) < len(things):
         raise ConfigError("distribute was given the same object twice; pass each once")
@@ -37,7 +45,7 @@ def sort_out(things: Sequence[Any]) -> tuple[list[nn.Module], Optimizer | None, 
             f"distributed one after the other, and one model has one optimizer, with a group for each kind of parameter"
         )
     for model in models:
-        check_not_a_loss(model)
+        _check_not_a_loss(model)
         _check_model(model)
     if optimizers and find_training(optimizers[0]) is not None:
         raise ConfigError("this optimizer is distributed already; pass all models that it trains in one call")
@@ -64,3 +72,78 @@ def _check_model(model: nn.Module) -> None:
                 f"parameter {name!r} belongs to another distributed model too; distribute models that share parameters "
                 f"together: sherd.distribute(one, other, optimizer)"
             )
+
+
+# ---------------------------------------------------------------- passed by mistake
+
+
+def _other_kind(thing: Any) -> tuple[str, str]:
+    """What `thing` is, which is no model, optimizer or loader, and what to write."""
+    name = type(thing).__name__
+    if thing is None:
+        return "None", "leave it out: only the model is a must"
+    if isinstance(thing, type):
+        return f"the class {thing.__name__}", f"pass an object of it: {thing.__name__}(...)"
+    for kind, words, fix in _KINDS:
+        if isinstance(thing, kind):
+            return f"{words} ({name})", fix
+    if isinstance(thing, str):
+        return f"the string {thing!r}", f"options have names: strategy={thing!r}"
+    if isinstance(thing, Tensor):
+        what = "a parameter" if isinstance(thing, nn.Parameter) else "a tensor"
+        return what, f"{_MODEL}; a loader is made of tensors by DataLoader(TensorDataset(x, y), batch_size=...)"
+    if inspect.isgenerator(thing):
+        if thing.gi_code in _PARAMETERS:
+            return "the parameters of a model", _MODEL
+        return "a generator", _DATA
+    if isinstance(thing, Sequence | Mapping | set | frozenset):
+        return _collection(thing)
+    if callable(thing) and not hasattr(thing, "__iter__"):
+        called = getattr(thing, "__name__", name)
+        return f"a function ({called})", f"a loss, a metric or a collate function {_OUTSIDE}"
+    return f"an object of type {name}", _DATA
+
+
+def _check_not_a_loss(model: nn.Module) -> None:
+    """Refuse a loss without parameters: it is a module, but there is nothing in it to train."""
+    if isinstance(model, _Loss) and not any(True for _ in model.parameters()):
+        raise ConfigError(
+            f"distribute takes models, an optimizer and DataLoaders, found a loss ({type(model).__name__}); it has no "
+            f"parameters and {_OUTSIDE}"
+        )
+
+
+_KINDS: list[tuple[type[Any], str, str]] = [
+    (
+        LRScheduler,
+        "a scheduler",
+        "it stays outside: it finds its optimizer by itself, which is the same object after distribute",
+    ),
+    (torch.amp.GradScaler, "a scaler of gradients", f"it {_OUTSIDE}"),
+    (Dataset, "a dataset", "pass a loader of it: DataLoader(dataset, batch_size=...)"),
+    (Sampler, "a sampler", "pass the loader that has it: DataLoader(dataset, batch_size=..., sampler=sampler)"),
+    (Strategy, "a strategy", "write it by name: strategy=..."),
+]
+
+
+def _collection(things: Any) -> tuple[str, str]:
+    """A list, a dict, or something like them."""
+    kind = type(things).__name__
+    inside = list(things.values()) if isinstance(things, Mapping) else list(things)
+    inside = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in inside]
+
+    def all_of(test: Callable[[Any], bool]) -> bool:
+        return bool(inside) and all(map(test, inside))
+
+    if all_of(lambda item: isinstance(item, nn.Parameter) or _is_group(item)):
+        return f"parameters ({kind})", _MODEL
+    if isinstance(things, Mapping) and all_of(lambda item: isinstance(item, Tensor)):
+        return f"tensors ({kind})", f"a state is loaded by model.load_state_dict(state); {_MODEL}"
+    if all_of(lambda item: isinstance(item, nn.Module | Optimizer | DataLoader)):
+        return f"several things in one ({kind})", "pass what is in it, one by one: sherd.distribute(*things)"
+    return f"an object of type {kind}", _DATA
+
+
+def _is_group(item: Any) -> bool:
+    """Whether it is a group of parameters, as an optimizer takes them."""
+    return isinstance(item, dict) and "params" in item

@@ -8,10 +8,9 @@ from typing import Any, TypeVar, overload
 
 from typing_extensions import Unpack
 
-from sherd.api import process, seeding
-from sherd.api.carrying_out import carry_out
+from sherd.api.apply import carry_out, together
+from sherd.api.helpers import process, seeding
 from sherd.api.plan import Plan
-from sherd.api.together import together
 from sherd.api.typing import (
     AccumulateAt,
     Check,

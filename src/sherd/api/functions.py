@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sherd.api.description import described
-from sherd.api.membership import engine_of
+from sherd.api.members import engine_of
 from sherd.api.training import training_of
 from sherd.errors import ConfigError
 

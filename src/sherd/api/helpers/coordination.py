@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
-from sherd.api.process import communicator, is_main, rank
+from sherd.api.helpers.process import communicator, is_main, rank
 from sherd.comm.base import Communicator
 from sherd.comm.waiting.patience import without_limit
 from sherd.errors import CommError, ConfigError, SherdError

@@ -1,95 +1,24 @@
-"""What a run tells of itself while events are on: how it begins, and one `step` event per real step.
-
-Nothing here is collective. Each rank tells its own part; whoever reads the events puts them together.
-"""
+"""One `step` event per real step. Nothing here is collective."""
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import socket
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from sherd import observe
-from sherd.api.layers import LayerMeter
-from sherd.api.plan import Plan
-from sherd.api.roots import notice_scaler, recorded
-from sherd.api.training import Closure, Training, training_of
-from sherd.comm import Communicator
-from sherd.comm.handle import time_waits
-from sherd.config import Options, flag_from_env
+from sherd.api.recording.layers import LayerMeter
+from sherd.api.training import Closure, Training
+from sherd.config import flag_from_env
 from sherd.observe import monitor
 from sherd.observe.monitor import RunMonitor, Tally
-from sherd.observe.process import Resident, command, machine
-from sherd.patches import backward, grad_scaler
+from sherd.observe.process import Resident
 
 RECOUNT_SECONDS = 30.0
 """How often all tensors of parameters and state are asked for their sizes, though nothing seems to have changed."""
-
-
-def record(plan: Plan, comm: Communicator) -> None:
-    """Tell that a run begins, and of every step from now on."""
-    run = monitor.current
-    if run is None or (run.steps and plan.optimizer is None):  # one more model of the run that is under way
-        return
-    if run.steps:
-        run = observe.begin_anew()
-    time_waits()
-    grad_scaler.install(notice_scaler)
-    backward.record_with(recorded)
-    run.grad_enabled = torch.is_grad_enabled
-    run.loads |= bool(plan.shardings)
-    run.clock.follow_this_thread()
-    number = {} if plan.optimizer is not None and run.optimizers == 0 else {"optimizer": run.optimizers}
-    observe.start_run(**_beginning(plan, comm), **number)
-    if plan.optimizer is not None:
-        training = training_of(plan.optimizer)
-        training.recorder = StepRecorder(training, plan.optimizer, run.optimizers, run)
-        run.optimizers += 1
-    run.end_step()
-
-
-def _beginning(plan: Plan, comm: Communicator) -> dict[str, Any]:
-    training = training_of(plan.models[0])
-    layout = training.engine.layout
-    batch = plan.shardings[0].batch if plan.shardings else None
-    accumulate = plan.options.accumulate
-    frozen = sum(member.entry.numel for bucket in training.engine.buckets.frozen for member in bucket.members)
-    return {
-        "world": comm.world,
-        "strategy": plan.strategy.name,
-        "options": {**_chosen(plan.options), **_chosen(plan.loading)},
-        "strategy_options": _chosen(plan.strategy),
-        "transport": comm.transport,
-        "hosts": [list(host) for host in comm.hosts],
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "model": {"elements": layout.numel, "parameters": len(layout.entries), "frozen": frozen},
-        "batch": None if batch is None else batch * comm.world * accumulate,
-        "accumulate": accumulate,
-        "total_steps": observe.expected_steps(),
-        "machine": machine(),
-        "command": command(),
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _chosen(options: Options) -> dict[str, Any]:
-    """The options that are not as they would be by themselves."""
-    fields = dataclasses.fields(cast(Any, options))
-    found = {field.name: (getattr(options, field.name), field.default) for field in fields}
-    plain = (str, int, float, bool, type(None))
-    return {
-        name: value if isinstance(value, plain) else str(value)
-        for name, (value, default) in found.items()
-        if value != default
-    }
 
 
 class StepRecorder:

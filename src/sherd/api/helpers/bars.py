@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Generic, SupportsIndex, TypeVar
 
 from sherd import observe
-from sherd.api.process import distribution, is_main
+from sherd.api.helpers.process import distribution, is_main
 from sherd.data.loader import trains
 from sherd.errors import ConfigError
 from sherd.observe import monitor

@@ -7,23 +7,25 @@ has said that it refuses nothing, so that no other rank's values are overwritten
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from typing import TypeVar
 
 from torch.optim import Optimizer
 
 from sherd import data, observe
-from sherd.api.foreign import refuse_foreign
-from sherd.api.membership import enrol
+from sherd.api.members import enrol, refuse_foreign
 from sherd.api.plan import Plan
 from sherd.api.recording import record
-from sherd.api.together import together
 from sherd.api.training import Training, find_training, training_of
-from sherd.comm import Communicator
+from sherd.comm import Communicator, labelled
 from sherd.data.restore import as_it_is
 from sherd.engine.assembly import assemble
 from sherd.engine.engine import Engine
 from sherd.engine.modules.sync_batch_norm import share_statistics
+from sherd.errors import CommError, ConfigError, SherdError
 from sherd.patches import optimizer_object, schedulers
+
+T = TypeVar("T")
 
 
 def carry_out(plan: Plan, comm: Communicator, undo: ExitStack) -> None:
@@ -34,6 +36,30 @@ def carry_out(plan: Plan, comm: Communicator, undo: ExitStack) -> None:
         record(plan, comm)
     for sharding in plan.shardings[:1]:
         data.announce(sharding, comm, plan.options.accumulate)
+
+
+def together(comm: Communicator, do: Callable[[], T]) -> T:
+    """What `do` gives here, if it raised nothing on any rank. Collective.
+
+    An interrupt is nobody else's: it goes by at once, and whoever closes the communicator tells the others.
+    """
+    try:
+        made = do()
+    except Exception as error:
+        with suppress(CommError):  # that failed, or the others are elsewhere and hear of it now
+            _tell(comm, (isinstance(error, ConfigError), f"{type(error).__name__}: {error}"))
+        raise
+    for rank, theirs in enumerate(_tell(comm, None)):
+        if theirs is not None:
+            by_choice, why = theirs
+            kind = ConfigError if by_choice else SherdError
+            raise kind(f"rank {comm.rank}: sherd.distribute was refused on rank {rank}, so on all ranks: {why}")
+    return made
+
+
+def _tell(comm: Communicator, mine: tuple[bool, str] | None) -> list[tuple[bool, str] | None]:
+    with labelled("sherd.distribute"), comm.counters.agreeing():
+        return comm.all_gather_object(mine)
 
 
 def _prepare(plan: Plan, comm: Communicator, undo: ExitStack) -> Engine:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from sherd.api.helpers import exchange
-from sherd.api.process import communicator
+from sherd.api.helpers.coordination import exchange
+from sherd.api.helpers.process import communicator
 from sherd.data import share
 from sherd.data.loader import is_counted
 from sherd.errors import ConfigError
