@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         full_parameters,
         gather,
         is_main,
-        log,
         main_first,
         mean,
         no_sync,
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
         weigh,
         world,
     )
+    from sherd.api.helpers.log import log
     from sherd.ranks import launch
     from sherd.strategies import DDP, Strategy, ZeRO
 
