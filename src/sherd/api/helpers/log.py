@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from sherd import observe
-from sherd.data import share
+from sherd.data import batch_weight
 from sherd.errors import ConfigError
 from sherd.observe import monitor
 
@@ -37,7 +37,7 @@ def log(*, n: float | None = None, **figures: Any) -> None:
     run = monitor.current
     if run is not None:
         if weight is None:
-            samples = share.at_hand()
+            samples = batch_weight.samples()
             weight = 1 if samples is None else samples
         observe.emit("log", run.step_of_log(), figures=found, n=weight)
 

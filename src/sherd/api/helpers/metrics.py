@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from sherd.api.helpers.coordination import exchange
 from sherd.api.helpers.process import communicator
-from sherd.data import share
+from sherd.data import batch_weight
 from sherd.data.loader import is_counted
 from sherd.errors import ConfigError
 
@@ -116,7 +116,7 @@ def _term(value: Any, n: Any, loader: Any) -> Term:
 def _samples(loader: Any) -> int:
     """How many samples count in the batch at hand."""
     _checked(loader)
-    found = {batch.counted for batch in share.batches(loader)}
+    found = {batch.counted for batch in batch_weight.batches(loader)}
     if not found:
         raise ConfigError(
             "got no n=, and no batch of a distributed loader is at hand: no loop over one is under way; write "
@@ -196,7 +196,7 @@ def _own_rows(value: Any, loader: Any) -> Any:
     if not isinstance(value, Tensor):
         return type(value)(_own_rows(each, loader) for each in value)
     rows = value.detach().cpu()
-    found = share.matching(len(rows), loader)
+    found = batch_weight.matching(len(rows), loader)
     if len(found) > 1:
         own = _listed({counts.counted for counts in found})
         raise ConfigError(

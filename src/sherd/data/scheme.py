@@ -1,4 +1,4 @@
-"""What a way of sharding is."""
+"""The interface of a sharding scheme."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any, Protocol
 from sherd.comm import Communicator
 
 
-class Turn(Protocol):
+class Epoch(Protocol):
     """One epoch of one loader."""
 
     def take(self, draw: Callable[[], Any]) -> tuple[Any, float, int]:
-        """The next batch, its share and how many samples were loaded for it; `draw` gives what torch's own iterator
-        yields. StopIteration at the end."""
+        """The next batch, its weight and how many samples were loaded for it. StopIteration at the end.
+
+        `draw` gives what torch's own iterator yields.
+        """
 
 
-class Way(ABC):
+class ShardingScheme(ABC):
     """How one loader is sharded."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -27,22 +29,22 @@ class Way(ABC):
     def indices(self, own: Iterable[Any], ahead: int) -> Iterable[Any]:
         """What torch's iterator draws indices from instead of the user's `own` sampler.
 
-        It draws those of `ahead` batches before it is asked for the first.
+        It draws the indices of `ahead` batches before it is asked for the first batch.
         """
         return own
 
     @abstractmethod
-    def turn(self, sampling: Any) -> Turn:
-        """An epoch begins; torch's iterator draws indices from `sampling` in it."""
+    def epoch(self, sampling: Any) -> Epoch:
+        """Begin an epoch, in which torch's iterator draws indices from `sampling`."""
 
     def length(self, own: int) -> int:
-        """How many batches a rank gets where torch's loader would give `own`."""
+        """How many batches a rank gets where torch's loader would yield `own`."""
         return own
 
     def seed(self, drawn: int) -> int:
-        """The seed of this rank's workers, where torch drew one that ranks may have in common.
+        """The seed of this rank's workers, given the one torch drew, which may be the same on every rank.
 
-        torch adds the worker's number, so seeds of ranks must not lie side by side.
+        torch adds the worker's number to it, so the seeds of ranks must not be consecutive.
         """
         digest = hashlib.blake2b(f"{drawn} {self._comm.rank}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little")
