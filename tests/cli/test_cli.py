@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from sherd import strategies
-from sherd.cli import checks, main, options
+from sherd.cli import main, options
+from sherd.cli.launch import checks
+from sherd.cli.launch.variables import VARIABLES, misspelt
 from sherd.cli.options import STRATEGIES
-from sherd.cli.variables import VARIABLES, misspelt
 from sherd.cli.words import ranges
 from tests.cli.scripts import notes, ranks_alive, two_ranks_that_sleep
 from tests.helpers.processes import PATIENCE, SHERD, free_port, python, run, sherd, wait_for

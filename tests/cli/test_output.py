@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sherd.cli.launch.request import Showing
 from sherd.cli.output.forwarding import output_of
 from sherd.cli.output.pieces import Pieces
 from sherd.cli.output.tracebacks import Tracebacks, exception_of
-from sherd.cli.request import Showing
 from tests.cli.scripts import in_terminal
 from tests.helpers.processes import PATIENCE, SHERD, python, sherd
 

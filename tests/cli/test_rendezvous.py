@@ -16,12 +16,12 @@ import psutil
 import pytest
 from torch.distributed import DistError, TCPStore
 
+from sherd.cli.launch.request import Request
 from sherd.cli.machines import board, rendezvous
 from sherd.cli.machines.board import FAULT, OFF, PLAN, Board
 from sherd.cli.machines.news import Newsroom
 from sherd.cli.machines.rendezvous import meet, meet_alone
 from sherd.cli.machines.seat import SILENT_SECONDS, Seat
-from sherd.cli.request import Request
 from sherd.comm.trust.seal import Seal
 from sherd.errors import ConfigError, SherdError
 from tests.helpers.processes import free_port

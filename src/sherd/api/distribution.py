@@ -111,6 +111,27 @@ def distribute(
     iterable: what an IterableDataset gives to each rank: the whole stream, so that its batches are to be "split" among
         the ranks, or a part of its own, as it is "sharded" already. Default: on several ranks it is refused.
     """
+    step = {
+        "accumulate": accumulate,
+        "accumulate_at": accumulate_at,
+        "clip_norm": clip_norm,
+        "nonfinite": nonfinite,
+        "loss_reduction": loss_reduction,
+        "sync_buffers": sync_buffers,
+        "bucket_bytes": bucket_bytes,
+        "check": check,
+    }
+    return _distribute(things, strategy, comm, step, {"global_batch": global_batch, "iterable": iterable}, unknown)
+
+
+def _distribute(
+    things: tuple[Any, ...],
+    strategy: StrategyName | Strategy | None,
+    comm: CommOptions | Communicator | None,
+    step: dict[str, Any],
+    loading: dict[str, Any],
+    unknown: dict[str, Any],
+) -> Any:
     if not isinstance(comm, CommOptions | Communicator | None):
         raise ConfigError(f"distribute takes comm=sherd.CommOptions(...) or a communicator, got {comm!r}")
     with ExitStack() as undo:
@@ -121,25 +142,15 @@ def distribute(
         def make() -> Plan:
             for name in unknown:
                 raise ConfigError(_unknown(name))
-            options = StepOptions(
-                accumulate=accumulate,
-                accumulate_at=accumulate_at,
-                clip_norm=clip_norm,
-                nonfinite=nonfinite,
-                loss_reduction=loss_reduction,
-                sync_buffers=sync_buffers,
-                bucket_bytes=bucket_bytes,
-                check=check,
-            )
-            loading = LoaderOptions(global_batch=global_batch, iterable=iterable)
-            return Plan.of(things, chosen(strategy, speak=ranks.rank == 0), options, loading, ranks)
+            options, loader_options = StepOptions(**step), LoaderOptions(**loading)
+            return Plan.of(things, chosen(strategy, speak=ranks.rank == 0), options, loader_options, ranks)
 
         plan = together(ranks, make)
         with labelled("sherd.distribute"):
             plan.compare(ranks)
             carry_out(plan, ranks, undo)
         undo.pop_all()
-    process.distributed_over(ranks, accumulate, made_here=ranks is not comm)
+    process.distributed_over(ranks, plan.options.accumulate, made_here=ranks is not comm)
     seeding.by_rank(ranks)
     return things if len(things) > 1 else things[0]
 

@@ -1,8 +1,7 @@
 """The `sherd` command.
 
-`run`, `train`, `report` and `doctor` parse. Behind `run`, in the order in which a run goes: `options`, `request`,
-`checks`, `start`, `machines` (of the run, how they meet), `launcher` (starts `ranks`, each through `tied`), `output`
-(what the user sees), `messages`.
+`run`, `train`, `report` and `doctor` are the commands. Behind `run`: its `options`, `launch` (from a request to an exit
+status), `machines` (how the machines of a run meet), `output` (what the user sees) and `messages`.
 """
 
 from __future__ import annotations

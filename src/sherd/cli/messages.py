@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sherd.cli.words import ranks_in_words
 
 if TYPE_CHECKING:
-    from sherd.cli.ranks import Ended
+    from sherd.cli.launch.ranks import Ended
 
 _line: Callable[[str], None] | None = None  # what writes a line, while the ranks' output passes through this process
 

@@ -11,14 +11,13 @@ from pathlib import Path
 import typer
 
 from sherd.cli import options
-from sherd.cli.checks import check_directories, warnings_at_start
+from sherd.cli.launch.checks import check_directories, check_module, check_syntax, warnings_at_start
+from sherd.cli.launch.request import Request, Showing
+from sherd.cli.launch.start import start
+from sherd.cli.launch.stopping import STOPPING
+from sherd.cli.launch.variables import check_values
 from sherd.cli.messages import say, speak_as
 from sherd.cli.options import check_strategy
-from sherd.cli.programs import check_module, check_syntax
-from sherd.cli.request import Request, Showing
-from sherd.cli.start import start
-from sherd.cli.stopping import STOPPING
-from sherd.cli.variables import check_values
 from sherd.errors import ConfigError
 
 LATE = ("-n", "--ranks", "--nproc-per-node", "--nproc_per_node", "--live", "--hosts")  # rarely options of scripts
@@ -72,18 +71,9 @@ def run(
     if hosts is not None:
         if nnodes > 1 or node_rank > 0:
             raise ConfigError("--hosts starts every machine itself; leave out --nnodes and --node-rank")
-        from sherd.cli.machines.hosts import run_on_hosts
-        from sherd.cli.machines.remote import Remote
-
-        check_strategy(strategy)
-        remote = Remote.of(
-            hosts, ranks, "ssh" if ssh is None else ssh, python, master_addr, master_port, wait, token_file
-        )
-        raise typer.Exit(run_on_hosts(remote, words, showing, strategy=strategy, layers=layers))
-    if python is not None:
-        raise ConfigError("--python is about --hosts; here the interpreter is the one that runs sherd")
-    if ssh is not None:
-        raise ConfigError("--ssh is about --hosts; write the hosts as well, such as --hosts a,b")
+        over = (ranks, "ssh" if ssh is None else ssh, python, master_addr, master_port, wait, token_file)
+        raise typer.Exit(_run_on_hosts(hosts, over, words, showing, strategy, layers))
+    _check_local(python, ssh)
     machines = (nnodes, node_rank, master_addr or "", master_port, token_file, wait)
     raise typer.Exit(_run(words, ranks, showing, strategy, layers, machines))
 
@@ -147,6 +137,29 @@ def _run(
     if layers:
         os.environ["SHERD_LAYERS"] = "1"
     return start(request)
+
+
+def _run_on_hosts(
+    hosts: str,
+    over: tuple[int, str, str | None, str | None, int, float, str | None],
+    words: list[str],
+    showing: Showing,
+    strategy: str | None,
+    layers: bool,
+) -> int:
+    """Have each host run its part; `over` is how to reach them, as `Remote.of` takes it."""
+    from sherd.cli.machines.hosts import run_on_hosts
+    from sherd.cli.machines.remote import Remote
+
+    check_strategy(strategy)
+    return run_on_hosts(Remote.of(hosts, *over), words, showing, strategy=strategy, layers=layers)
+
+
+def _check_local(python: str | None, ssh: str | None) -> None:
+    if python is not None:
+        raise ConfigError("--python is about --hosts; here the interpreter is the one that runs sherd")
+    if ssh is not None:
+        raise ConfigError("--ssh is about --hosts; write the hosts as well, such as --hosts a,b")
 
 
 def _path(text: str | os.PathLike[str] | None) -> Path | None:

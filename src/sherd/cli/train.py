@@ -19,7 +19,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from sherd import recipes
-from sherd.cli.checks import make_directory
+from sherd.cli.launch.checks import make_directory
 from sherd.cli.options import check_strategy, rank_count
 from sherd.errors import ConfigError, SherdError, nearest
 

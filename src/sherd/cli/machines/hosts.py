@@ -16,14 +16,14 @@ import threading
 import time
 from collections.abc import Sequence
 
-from sherd.cli.checks import check_directories
+from sherd.cli.launch.checks import check_directories
+from sherd.cli.launch.request import Showing
+from sherd.cli.launch.stopping import STOPPING, Stopped, signals_raise
 from sherd.cli.machines.remote import Remote, command_for
 from sherd.cli.messages import said_by, say
 from sherd.cli.output.console import STDERR, STDOUT, Console, Writer
 from sherd.cli.output.pieces import Pieces
 from sherd.cli.output.watching import watched
-from sherd.cli.request import Showing
-from sherd.cli.stopping import STOPPING, Stopped, signals_raise
 from sherd.errors import ConfigError
 
 POLL_SECONDS = 0.1

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sherd.cli.request import Showing
+from sherd.cli.launch.request import Showing
 from sherd.errors import ConfigError
 
 _HOST = re.compile(r"(?:[\w.-]+@)?(?:\w[\w.-]*|\[[0-9a-fA-F:.]+\])(?::(?P<ranks>[0-9]+))?")

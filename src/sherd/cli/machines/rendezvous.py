@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 from torch.distributed import DistError
 
+from sherd.cli.launch.request import Request
 from sherd.cli.machines import endpoint
 from sherd.cli.machines.aside import aside
 from sherd.cli.machines.board import HELLO, OFF, PLAN, Board, News
 from sherd.cli.machines.seat import Seat, Seats
 from sherd.cli.messages import say
-from sherd.cli.request import Request
 from sherd.cli.words import ranks_in_words
 from sherd.comm.meeting import network
 from sherd.comm.meeting.reports import printable

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from sherd.cli import messages
+from sherd.cli.launch.request import Showing
 from sherd.cli.output.console import STDERR, STDOUT, Console, Writer
 from sherd.cli.output.source import Source
 from sherd.cli.output.tracebacks import Tracebacks
 from sherd.cli.output.watching import warn_if_nothing, watched
-from sherd.cli.request import Showing
 
 UNFINISHED_SECONDS = 0.1  # after which a terminal shows a line that has begun: it may be a question
 TICK_SECONDS = 0.1

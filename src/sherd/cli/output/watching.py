@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from sherd.cli.launch.request import Showing
 from sherd.cli.messages import say
 from sherd.cli.output.console import STDOUT, Console
-from sherd.cli.request import Showing
 from sherd.observe.rows import StepRow
 from sherd.observe.runs import Follower, RunRecord
 

@@ -8,10 +8,10 @@ import signal
 from collections.abc import Iterator
 from typing import NoReturn
 
+from sherd.cli.launch.request import Request
+from sherd.cli.launch.stopping import STOPPING, Stopped, signals_raise
 from sherd.cli.machines.attendance import attend
 from sherd.cli.messages import say
-from sherd.cli.request import Request
-from sherd.cli.stopping import STOPPING, Stopped, signals_raise
 from sherd.machine import check_files, check_loopback
 
 
@@ -30,12 +30,12 @@ def _launch(request: Request) -> int:
     # Late: importing torch takes seconds, and bad input should be answered at once. Quiet: its store has warnings for
     # what is no concern of the user (a name that is not found), and for what we say ourselves.
     with _environ("TORCH_CPP_LOG_LEVEL", "ERROR"):
-        from sherd.cli.launcher import run_ranks
+        from sherd.cli.launch.launcher import run_ranks
+        from sherd.cli.launch.ranks import Ranks
         from sherd.cli.machines.news import Newsroom
         from sherd.cli.machines.rendezvous import meet, meet_alone
         from sherd.cli.machines.token import set_token
         from sherd.cli.output.forwarding import output_of
-        from sherd.cli.ranks import Ranks
 
     seal = set_token(request.token_file, request.machines)
     try:

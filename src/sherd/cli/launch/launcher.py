@@ -7,9 +7,9 @@ import signal
 import time
 
 from sherd.cli import messages
+from sherd.cli.launch.ranks import POLL_SECONDS, Ranks
+from sherd.cli.launch.stopping import Stopped
 from sherd.cli.machines.news import Newsroom
-from sherd.cli.ranks import POLL_SECONDS, Ranks
-from sherd.cli.stopping import Stopped
 
 HEARD_SECONDS = 3.0  # for ranks to fail by themselves, in their own words, once one of another machine has
 BARRIER_SECONDS = 300.0  # for the other machines to end, once the ranks of this one have ended well

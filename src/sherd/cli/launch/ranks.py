@@ -9,14 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from sherd.cli import tied
-from sherd.cli.endings import Endings
+from sherd.cli.launch import tied
 from sherd.cli.machines.rendezvous import Meeting
 from sherd.cli.output.forwarding import Output
 from sherd.comm.meeting.network import IFNAME
+from sherd.errors import SherdError
+from sherd.observe import EventStream
 from sherd.ranks.watch import describe_exit
 
 # The launcher names the first failure it sees. A dying rank takes its peers along within tenths of a second, so it has
@@ -52,7 +55,7 @@ class Ranks:
         # that can be written to, and nothing of them is left, even by `kill -9`.
         self._errors = [os.memfd_create("sherd-run-error") for _ in range(meeting.ranks)]
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._endings = Endings(range(meeting.first_rank, meeting.first_rank + meeting.ranks))
+        self._endings = _Endings(range(meeting.first_rank, meeting.first_rank + meeting.ranks))
 
     @property
     def running(self) -> dict[int, int]:
@@ -148,6 +151,32 @@ class Ranks:
         if meeting.interface:
             environ.setdefault(IFNAME, meeting.interface.name)
         return environ
+
+
+class _Endings:
+    """Adds the end of a rank that failed to its events, if it has written any since this was made."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        directory = os.environ.get("SHERD_EVENTS", "")
+        files = {rank: Path(directory) / f"events-rank{rank:05d}.jsonl" for rank in ranks} if directory else {}
+        self._before = {rank: (file, _size(file)) for rank, file in files.items()}
+
+    def failed(self, rank: int, how: str) -> None:
+        """The rank has ended, and not well. A disk that is full or gone changes nothing about that."""
+        file, before = self._before.get(rank, (None, 0))
+        if file is None or _size(file) == before:
+            return  # what is there is another run's
+        with contextlib.suppress(SherdError, OSError):
+            stream = EventStream(file.parent, rank)
+            stream.emit("run.end", ok=False, how=how)
+            stream.close()
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
 
 
 def _exit_code(pid: int) -> int | None:
