@@ -287,7 +287,7 @@ def one_rank_fails():
         with failing(assembly, "_updater", MemoryError("too little"), after=False), pytest.raises(MemoryError):
             sherd.distribute(*objects.all)
     else:
-        with pytest.raises(SherdError, match="refused on rank 1, so on all ranks: MemoryError: too little"):
+        with pytest.raises(SherdError, match="failed on rank 1, and therefore on all ranks: MemoryError: too little"):
             sherd.distribute(*objects.all)
     assert time.monotonic() - began < 60
     sherd.distribute(*objects.all)

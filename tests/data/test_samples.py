@@ -127,9 +127,9 @@ def test_loaders_that_take_turns_are_told_apart(ranks):
     for found, words, after in ranks(2).run(in_turns):
         assert found == [([0, 1], [0, 1], 0.5, 0.5), ([2, 3], [2, 3], 2.5, 2.5), ([4], [4, 5], 4.0, 4.5)]
         assert after == [1, 1] and "rank 1: sherd.gather got 1 rows, of which 0 or 1 are this rank's own" in words[0]
-        assert "loader=...) with it" in words[0] and "whose batches have 0 or 1 samples" in words[1]
+        assert "loader=...) with that loader" in words[0] and "whose current batches have 0 or 1 samples" in words[1]
         assert "a list that was not distributed" in words[2] and "both n= and loader=" in words[3]
-        assert "neither the batch at hand nor the epoch" in words[4] and "leave it out" in words[5]
+        assert "neither its current batch nor its epoch" in words[4] and "leave it out" in words[5]
 
 
 def evaluated_inside():

@@ -1,4 +1,4 @@
-"""What a user calls: `distribute`, and what can be said about a distributed model afterwards.
+"""What a user calls: `distribute`, and the functions for models that are distributed.
 
 Read `training` first: a whole step on one screen. Then a call of `distribute`, in its own order: `distribution`,
 `arguments`, `plan` (checked, but nothing changed yet), `apply`. `members` knows which modules are distributed;

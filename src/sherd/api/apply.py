@@ -1,7 +1,7 @@
-"""A plan, carried out.
+"""Carrying out a plan.
 
-Whatever changes something of the user's first says how to put it back. Rank 0's values come last: by then every rank
-has said that it refuses nothing, so that no other rank's values are overwritten in vain.
+Every change to a user's object first registers how to undo it. Rank 0's values are sent last: by then every rank has
+agreed, so no rank's own values are overwritten by a call that fails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def carry_out(plan: Plan, comm: Communicator, undo: ExitStack) -> None:
-    """Train as planned from now on. Collective."""
+    """Carry out the plan: from now on, training is distributed. Collective."""
     engine = together(comm, lambda: _prepare(plan, comm, undo))
     engine.take_over()
     if observe.recording():
@@ -39,21 +39,22 @@ def carry_out(plan: Plan, comm: Communicator, undo: ExitStack) -> None:
 
 
 def together(comm: Communicator, do: Callable[[], T]) -> T:
-    """What `do` gives here, if it raised nothing on any rank. Collective.
+    """What `do` returns here, if it raised on no rank. What one rank refuses, all refuse: none is left waiting.
+    Collective.
 
-    An interrupt is nobody else's: it goes by at once, and whoever closes the communicator tells the others.
+    An interrupt concerns this rank alone: it is raised at once, and closing the communicator tells the others.
     """
     try:
         made = do()
     except Exception as error:
-        with suppress(CommError):  # that failed, or the others are elsewhere and hear of it now
+        with suppress(CommError):  # it may be what failed, or the others are in another call and fail there
             _tell(comm, (isinstance(error, ConfigError), f"{type(error).__name__}: {error}"))
         raise
     for rank, theirs in enumerate(_tell(comm, None)):
         if theirs is not None:
             by_choice, why = theirs
             kind = ConfigError if by_choice else SherdError
-            raise kind(f"rank {comm.rank}: sherd.distribute was refused on rank {rank}, so on all ranks: {why}")
+            raise kind(f"rank {comm.rank}: sherd.distribute failed on rank {rank}, and therefore on all ranks: {why}")
     return made
 
 
@@ -63,7 +64,7 @@ def _tell(comm: Communicator, mine: tuple[bool, str] | None) -> list[tuple[bool,
 
 
 def _prepare(plan: Plan, comm: Communicator, undo: ExitStack) -> Engine:
-    """Everything but the parameters' values."""
+    """Do everything except taking rank 0's parameter values."""
     if plan.optimizer is not None:
         undo.callback(_as_it_is(plan.optimizer))
     engine = assemble(comm, plan.inventory, plan.choices, plan.options, plan.optimizer, undo)
@@ -85,7 +86,7 @@ def _prepare(plan: Plan, comm: Communicator, undo: ExitStack) -> Engine:
 
 
 def _as_it_is(optimizer: Optimizer) -> Callable[[], None]:
-    """Gives `optimizer` back the class, the attributes, the groups and the state that it has now."""
+    """A function that later gives `optimizer` back its present class, attributes, groups and state."""
     own, state = as_it_is(optimizer), dict(optimizer.state)
     groups = [dict(group) for group in optimizer.param_groups]
 

@@ -1,7 +1,12 @@
-"""Which modules are distributed, and what that changes about loading into them and saving them.
+"""Which modules are distributed, and how loading, saving, wrapping and stepping them changes.
 
-`load_state_dict` of a module that is, contains or is a part of a distributed model takes rank 0's values, wherever the
-parameters live. `state_dict` gives copies of parameters that no rank has whole; all ranks must call it then.
+`load_state_dict` of a module that is, contains or is part of a distributed model takes rank 0's values, wherever the
+parameters live. `state_dict` returns copies of parameters that no rank has whole; then all ranks must call it.
+
+torch's own wrappers are refused when they are built. They would exchange gradients a second time, or replace the
+parameters that are trained, and that would show only later, as a hang or an unrelated error. The check is there because
+wrappers are often not the user's own: Accelerate, and the trainers built on it, wrap every model. An FSDP that is first
+imported after the last `distribute` is not seen here; the next backward finds that it has replaced the parameters.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ _ALONE = (
 
 
 def enrol(model: nn.Module, engine: Engine, undo: ExitStack) -> None:
-    """Make `engine` the one of `model`, its modules and its parameters."""
+    """Register `engine` for `model`, its modules and its parameters."""
     members: list[nn.Module | nn.Parameter] = [*model.modules(), *model.parameters()]
     for member in members:
         undo.callback(_engines.pop, member, None)
@@ -41,7 +46,7 @@ def enrol(model: nn.Module, engine: Engine, undo: ExitStack) -> None:
 
 
 def engine_of(module: nn.Module) -> Engine:
-    """The engine of a distributed model, or of the model that `module` is a part of."""
+    """The engine of a distributed model, or of the model that `module` is part of."""
     engine = find_engine(module)
     if engine is None:
         raise ConfigError(
@@ -51,23 +56,23 @@ def engine_of(module: nn.Module) -> Engine:
 
 
 def is_distributed(member: nn.Module | nn.Parameter) -> bool:
-    """Whether it is a distributed model or a part of one."""
+    """Whether it is a distributed model or part of one."""
     return find_engine(member) is not None
 
 
 def find_engine(member: nn.Module | nn.Parameter) -> Engine | None:
-    """The engine of a distributed model, a part of one or one of its parameters, or None."""
+    """The engine of a distributed model, of one of its modules or of one of its parameters; else None."""
     reference = _engines.get(member)
     return None if reference is None else reference()
 
 
 def _engines_of(module: nn.Module) -> list[Engine]:
-    """The engines of all distributed models that it is, contains or is a part of."""
+    """The engines of all distributed models that it is, contains or is part of."""
     return list({id(engine): engine for engine in map(find_engine, module.modules()) if engine is not None}.values())
 
 
 def _lives_in_ours(parameter: nn.Parameter) -> bool:
-    """Whether its memory is the engine's."""
+    """Whether the engine owns its memory."""
     engine = find_engine(parameter)
     return engine is not None and engine.store.owns_memory
 
@@ -77,8 +82,7 @@ def _load(module: nn.Module, assign: bool, original: Callable[[], Any]) -> Any:
     engines = _engines_of(module)
     if engines and assign:
         raise ConfigError(
-            "load_state_dict(assign=True) would put other tensors in the place of those that the ranks train; "
-            "write load_state_dict(state)"
+            "load_state_dict(assign=True) would replace the tensors that the ranks train; write load_state_dict(state)"
         )
     with ExitStack() as edits:
         for engine in engines:
@@ -102,7 +106,7 @@ def _save(module: nn.Module, original: Callable[[], Any]) -> Any:
     for engine in engines:
         if not engine.store.whole:
             with labelled(f"state_dict() after step {engine.steps}", _ALONE):
-                # Or a rank alone might find the others where they gather the same, or in a barrier.
+                # Or the call of a single rank might match another gather or a barrier on the others.
                 with engine.comm.counters.agreeing():
                     engine.comm.all_gather(torch.zeros(1), what="state_dict()").wait()
                 plain_copies(state)
@@ -113,12 +117,12 @@ def _save(module: nn.Module, original: Callable[[], Any]) -> Any:
 
 
 def refuse_foreign() -> None:
-    """Look at every `step()` of this process, and at what wrappers are put around, from now on."""
+    """From now on, check every `step()` of this process, and every model that one of torch's wrappers is given."""
     foreign.install(_check_wrapped, _check_step)
 
 
 def _check_step(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that was not passed, but steps parameters of a distributed model."""
+    """Refuse an optimizer that steps a distributed model but was not passed to `distribute`."""
     if find_training(optimizer) is not None:
         return
     engines = (find_engine(parameter) for group in optimizer.param_groups for parameter in group["params"])
@@ -127,13 +131,13 @@ def _check_step(optimizer: Optimizer) -> None:
         return
     why = None
     if engine.store.updates_slices:
-        why = "every rank would step all parameters, with state for all of them, where each is to step its own part"
+        why = "every rank would update all parameters and keep state for all of them, instead of for its own part"
     elif engine.window.length > 1:
-        why = "it knows nothing of accumulate=, and would find no gradient where a window is not complete"
+        why = "it ignores accumulate=, and would find no gradient inside an incomplete window"
     if why is not None:
         kind = type(optimizer).__name__
         raise ConfigError(
-            f"rank {engine.comm.rank}: this {kind} steps a distributed model and was not passed to sherd.distribute: "
+            f"rank {engine.comm.rank}: this {kind} steps a distributed model, but was not passed to sherd.distribute: "
             f"{why}; write model, optimizer = sherd.distribute(model, optimizer) (a model has one optimizer, with a "
             f"group for each kind of parameter)"
         )
@@ -144,8 +148,8 @@ def _check_wrapped(modules: Any, wrapper: str) -> None:
         engine = next(filter(None, map(find_engine, (*module.modules(), *module.parameters()))), None)
         if engine is not None:
             raise ConfigError(
-                f"rank {engine.comm.rank}: torch's {wrapper} was put around a model that sherd.distribute has made "
-                f"ready already, so gradients would be exchanged twice; drop the wrapper and use `model` as it is. "
-                f"Accelerate and the Hugging Face Trainer put it there by themselves: leave the model and the "
-                f"optimizer out of accelerator.prepare(), and write the training loop in place of the Trainer"
+                f"rank {engine.comm.rank}: torch's {wrapper} was applied to a model that is already distributed by "
+                f"sherd.distribute, so gradients would be exchanged twice; drop the wrapper and use `model` as it is. "
+                f"Accelerate and the Hugging Face Trainer apply it by themselves: leave the model and the optimizer "
+                f"out of accelerator.prepare(), and write a training loop instead of using the Trainer"
             )

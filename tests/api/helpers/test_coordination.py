@@ -89,7 +89,7 @@ def slow_on_another_host():
 def test_a_first_rank_that_failed_waits_for_those_of_other_hosts(ranks):
     (own, after), (other, still) = ranks(2).run(slow_on_another_host)
     assert own == "no such file: corpus.txt" and after == still == [1, 1]
-    assert other == f"rank 1: sherd.main_first failed on rank 0, so on all ranks: FileNotFoundError: {own}"
+    assert other == f"rank 1: sherd.main_first failed on rank 0, and therefore on all ranks: FileNotFoundError: {own}"
 
 
 def fails(who):
@@ -104,7 +104,9 @@ def test_what_the_first_raises_all_raise(ranks):
     assert (own, words, after) == ("FileNotFoundError", "no such file: corpus.txt", [1, 1, 1])
     for number, (kind, text, still) in enumerate(others, 1):
         assert kind == "SherdError" and still == [1, 1, 1]
-        assert text.startswith(f"rank {number}: sherd.main_first failed on rank 0, so on all ranks: FileNotFoundError")
+        assert text.startswith(
+            f"rank {number}: sherd.main_first failed on rank 0, and therefore on all ranks: FileNotFoundError"
+        )
         assert text.endswith("corpus.txt")
 
 

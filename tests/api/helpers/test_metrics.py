@@ -111,7 +111,7 @@ def test_what_one_rank_refuses_all_do(ranks):
 
 
 def without_a_loader():
-    with pytest.raises(ConfigError, match=r"no batch of a distributed loader is at hand.*write sherd\.mean\(value, n="):
+    with pytest.raises(ConfigError, match=r"there is no current batch.*write sherd\.mean\(value, n="):
         sherd.mean(1.0)
 
 

@@ -1,2 +1,4 @@
-"""What a script needs around its loop: `process` (who am I, and the communicator that helpers use), `coordination`,
-`metrics`, `seeding`, `bars` and `log`."""
+"""What a script needs around its training loop.
+
+`process` (rank, world, and the communicator that helpers use), `coordination`, `metrics`, `seeding`, `bars` and `log`.
+"""

@@ -1,4 +1,4 @@
-"""How far a loop is: a bar on a terminal, a line now and then elsewhere; on rank 0 alone."""
+"""Progress of a loop: a bar on a terminal, a line now and then elsewhere; on rank 0 only."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ T = TypeVar("T")
 LINE_EVERY = 10.0  # seconds
 clock = time.monotonic
 
-_loops: list[Loop] = []  # that are under way, the outermost first
-_line_at = -math.inf  # when the last line was written, by whichever loop
+_loops: list[Loop] = []  # running now, the outermost first
+_line_at = -math.inf  # when any loop last wrote a line
 
 
 def progress(iterable: Iterable[T], total: SupportsIndex | None = None, desc: str = "") -> Progress[T]:
-    """Go through `iterable` and show how far the loop is: a bar with rate and time left, on rank 0. Not collective.
+    """Iterate over `iterable` and show progress on rank 0: a bar with the rate and the time left. Not collective.
 
         for x, y in sherd.progress(loader, desc="epoch 1"):
 
-    `total` is by default `len(iterable)`, where it has one. The bar is on stderr; where that is no terminal, a line
-    every 10 seconds. Loops may lie inside each other. Around a distributed training loader it also tells the events of
-    the run how many steps there will be, in all epochs if these are counted by a `sherd.progress` around it.
+    `total` defaults to `len(iterable)`, if it has a length. The bar is on stderr; if that is not a terminal, a line
+    every 10 seconds. Loops may be nested. Around a distributed training loader, it also records in the run's events how
+    many steps there will be; in all epochs, if an outer `sherd.progress` counts these.
     """
     if not isinstance(iterable, Iterable):
         raise ConfigError(f"sherd.progress got a {type(iterable).__name__}; write something to loop over")
@@ -39,7 +39,7 @@ def progress(iterable: Iterable[T], total: SupportsIndex | None = None, desc: st
 
 
 class Progress(Generic[T]):
-    """An iterable that shows how far it is."""
+    """An iterable that shows its progress."""
 
     def __init__(self, iterable: Iterable[T], total: int | None, desc: str) -> None:
         self._iterable = iterable
@@ -52,7 +52,7 @@ class Progress(Generic[T]):
         return self._total
 
     def __iter__(self) -> Iterator[T]:
-        iterator = iter(self._iterable)  # first, as a loader forks workers: they must not have a live display
+        iterator = iter(self._iterable)  # first: a loader forks workers, which must not inherit a live display
         loop = Loop(self._total, self._desc)
         if self._total and trains(self._iterable):
             _expect(self._total)
@@ -61,12 +61,12 @@ class Progress(Generic[T]):
             for item in iterator:
                 yield item
                 loop.advance()
-        finally:  # also when it is left early
+        finally:  # also if the loop is left early
             loop.close()
 
 
 class Loop:
-    """One that is under way."""
+    """A loop that is running."""
 
     def __init__(self, total: int | None, desc: str) -> None:
         self.total = total
@@ -106,7 +106,7 @@ class Loop:
         return ": ".join(filter(None, [self._desc, ", ".join(parts)]))
 
     def _write(self) -> None:
-        """A line, unless there was one a moment ago: this loop or one around it has just begun, or written."""
+        """A line, unless this loop or an outer one has just begun, or one was written a moment ago."""
         global _line_at
         now = clock()
         if now - max(_line_at, _loops[0]._began) >= LINE_EVERY:
@@ -115,7 +115,7 @@ class Loop:
 
 
 class _Bar:
-    """A bar on the terminal. Bars of loops inside each other share one display, as a terminal has room for one."""
+    """A bar on the terminal. The bars of nested loops share one display, since a terminal has room for one."""
 
     _display: Any = None
     _open = 0
@@ -136,7 +136,7 @@ class _Bar:
         kind._open -= 1
         if kind._open:
             kind._display.remove_task(self._task)
-        else:  # the outermost stays to be seen
+        else:  # the outermost stays visible
             kind._display.stop()
             kind._display = None
 
@@ -158,13 +158,13 @@ def _new_display() -> Any:
         Rate(),
         TimeRemainingColumn(),
     )
-    # What is printed scrolls above the bar, unless it goes elsewhere.
+    # What is printed scrolls above the bar, unless stdout goes elsewhere.
     to_terminal = sys.stdout is not None and sys.stdout.isatty()
     return Progress(*columns, console=Console(file=sys.stderr), redirect_stdout=to_terminal)
 
 
 def _expect(total: int) -> None:
-    """Tell the events how many steps there will be."""
+    """Record how many steps there will be."""
     run, there = monitor.current, distribution()
     if run is None:
         return

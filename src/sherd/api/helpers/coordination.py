@@ -1,7 +1,7 @@
-"""What every script needs around its loop: who does what, and what all ranks know.
+"""Coordinating ranks in a script: barrier, broadcast, main_first and print.
 
-All of it works before `distribute`, and without a launcher, where there is one rank. `barrier`, `broadcast` and
-`main_first` are collective, as `mean` and `gather` are: every rank calls them, in the same order.
+They work before `distribute`, and without a launcher, where there is one rank. `barrier`, `broadcast` and `main_first`
+are collective, like `mean` and `gather`: every rank calls them, in the same order.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ T = TypeVar("T")
 
 
 def barrier() -> None:
-    """Wait until every rank is here. Collective."""
+    """Wait until every rank has reached this call. Collective."""
     comm = communicator()
     with comm.counters.agreeing():
         comm.agree("barrier(sherd.barrier)").wait()
 
 
 def broadcast(value: T, root: int = 0) -> T:
-    """Rank `root`'s value, on every rank; what the others pass is ignored. Collective.
+    """The value of rank `root`, on every rank; what the others pass is ignored. Collective.
 
-    For small things: numbers, strings, bytes, tensors on the CPU, and lists, tuples, sets and dicts of those travel as
-    plain data. Other objects travel as pickles, among ranks of one host or with a SHERD_TOKEN.
+    For small values: numbers, strings, bytes, CPU tensors, and lists, tuples, sets and dicts of those are sent as plain
+    data. Other objects are pickled, between ranks of one host or with a SHERD_TOKEN.
     """
     comm = communicator()
     comm.check_rank(root, "sherd.broadcast", "root")
@@ -43,21 +43,21 @@ def broadcast(value: T, root: int = 0) -> T:
 
 
 def main_first() -> AbstractContextManager[None]:
-    """The first rank of each host does what is inside first, then the others of all hosts do. Collective.
+    """Run the block on the first rank of each host first, then on the other ranks. Collective.
 
         with sherd.main_first():
             data = download_unless_there(folder)
 
-    The others wait as long as it takes: there is no timeout, and a rank that dies is found at once. What a first rank
-    raises all ranks raise, with its words. Inside, ranks are not together: no collective call belongs there. Only
-    another `main_first` may be inside, in a function that has its own: it adds nothing, as the first ranks have
-    finished it before the others begin.
+    The others wait as long as it takes: there is no timeout, and a rank that dies is detected at once. An error on a
+    first rank is raised on all ranks, with its message. Ranks run the block at different times, so it must not contain
+    collective calls. A nested `main_first` is allowed and adds nothing: the first ranks have finished it before the
+    others begin.
     """
     return _MainFirst()
 
 
 def print(*values: object, sep: str | None = " ", end: str | None = "\n", all: bool = False, **options: Any) -> None:
-    """As Python's own, on the main rank only; with `all=True` on every rank, and every line begins with the rank.
+    """Like Python's own, but on rank 0 only; with `all=True` on every rank, each line prefixed with the rank.
 
     Not collective. Takes `sep`, `end`, `file` and `flush` as `print` does.
     """
@@ -69,15 +69,15 @@ def print(*values: object, sep: str | None = " ", end: str | None = "\n", all: b
     text = io.StringIO()
     builtins.print(*values, sep=sep, end=end, file=text, **options)
     lines = text.getvalue().splitlines(keepends=True)
-    file.write("".join(f"[rank {rank()}] {line}" for line in lines))  # at once, or lines of several ranks would mix
+    file.write("".join(f"[rank {rank()}] {line}" for line in lines))  # one write, or lines of ranks would mix
     if flush:
         file.flush()
 
 
 class _MainFirst:
-    """A class, and no generator: errors then name the line of the `with` statement."""
+    """A class, not a generator, so that errors name the line of the `with` statement."""
 
-    _depth = 0  # of the process
+    _depth = 0  # for the whole process
 
     def __enter__(self) -> None:
         self._comm = communicator()
@@ -92,26 +92,26 @@ class _MainFirst:
             return
         if error is None:
             self._agree()
-        elif isinstance(error, Exception):  # an interrupt is nobody else's; others hear of it when this rank leaves
-            # Other first ranks may take long. Or the others are elsewhere, and hear of it now.
+        elif isinstance(error, Exception):  # an interrupt concerns this rank alone; the others notice when it exits
+            # Other first ranks may take long. If the others are in another call, they fail there.
             with without_limit(), suppress(CommError):
                 self._tell((isinstance(error, ConfigError), f"{type(error).__name__}: {error}"))
 
     def _agree(self) -> None:
-        """Hear what has become of the first ranks."""
+        """Find out whether the first ranks succeeded."""
         with without_limit():
             everybody = self._tell(None)
         for other, why in enumerate(everybody):
             if why is not None:
                 refused = ConfigError if why[0] else SherdError
-                here = self._comm.rank
-                raise refused(f"rank {here}: sherd.main_first failed on rank {other}, so on all ranks: {why[1]}")
+                here = f"rank {self._comm.rank}: sherd.main_first failed on rank {other}"
+                raise refused(f"{here}, and therefore on all ranks: {why[1]}")
 
     def _tell(self, mine: tuple[bool, str] | None) -> list[tuple[bool, str] | None]:
         return exchange(self._comm, "sherd.main_first", mine)
 
 
 def exchange(comm: Communicator, what: str, mine: Any) -> list[Any]:
-    """What every rank has, where all of them call `what`. Collective; it counts as control, not as training."""
+    """What every rank passes to the call named `what`. Collective; counted as control traffic, not as training."""
     with comm.counters.agreeing():
         return comm.all_gather_object(mine, what=what)

@@ -1,4 +1,4 @@
-"""A user's own figures."""
+"""`sherd.log`: a user's own figures."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from sherd.observe import monitor
 
 
 def log(*, n: float | None = None, **figures: Any) -> None:
-    """Add figures of your own to this rank's events: numbers, or tensors of one element.
+    """Add your own figures to this rank's events: numbers, or tensors with one element.
 
         sherd.log(loss=loss, accuracy=right / len(y))
 
-    Not collective: any rank may call it, at any time, and `if sherd.is_main(): sherd.log(...)` is fine. Whoever reads
-    the events averages a figure over the ranks and the calls of a step, weighted by `n`: the samples that it is a mean
-    over. The default is the samples of the batch at hand, of whichever distributed loader, and those that are only
-    repeated so that every rank has a batch count nothing. Without such a batch it is 1.
+    Not collective: any rank may call it, at any time, and `if sherd.is_main(): sherd.log(...)` is fine. Readers of the
+    events average a figure over the ranks and calls of a step, weighted by `n`: the number of samples that it is a mean
+    over. The default is the number of samples in the current batch of any distributed loader, without those repeated
+    to give every rank a batch; 1 if there is no current batch.
 
-    `loss=` is the loss of the step, and `tokens=` adds up to the tokens of the step. While events are off it does
-    nothing but check its arguments. `SHERD_EVENTS=directory` turns them on, and so does `sherd run --events`.
+    `loss=` is the loss of the step, and `tokens=` is summed to the tokens of the step. While events are off, it only
+    checks its arguments. `SHERD_EVENTS=directory` or `sherd run --events` turns them on.
     """
     if not figures:
         raise ConfigError("sherd.log got no figures; write sherd.log(loss=loss.item())")
@@ -52,8 +52,8 @@ def _number(name: str, value: Any) -> float | int:
     if isinstance(value, str):
         fix = f'write sherd.observe.emit("sample", text={name}) for text'
     else:
-        fix = f"write {name}={name}.mean().item() or such"
-    raise ConfigError(f"sherd.log got {name}={_short(value)}, expected a number or a tensor of one element; {fix}")
+        fix = f"write for instance {name}={name}.mean().item()"
+    raise ConfigError(f"sherd.log got {name}={_short(value)}, expected a number or a tensor with one element; {fix}")
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Figures of all ranks: every sample counts once, though an uneven end of an epoch makes ranks repeat some."""
+"""Metrics over all ranks: every sample counts once, although ranks repeat some where an epoch ends unevenly."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _NAN = torch.tensor(math.nan, dtype=torch.float64)
 
 
 class Term(NamedTuple):
-    """What a rank adds to a mean. It travels as a plain tuple."""
+    """What a rank contributes to a mean. It is sent as a plain tuple."""
 
     value: Any
     weight: Any
     problem: str
-    """why there is none, which all ranks then say"""
+    """why there is no value; all ranks then raise it"""
 
 
 @overload
@@ -34,15 +34,15 @@ def mean(value: Tensor, n: float | Tensor | None = None, *, loader: DataLoader[A
 @overload
 def mean(value: float, n: float | Tensor | None = None, *, loader: DataLoader[Any] | None = None) -> float: ...
 def mean(value: Any, n: Any = None, *, loader: Any = None) -> Any:
-    """The mean over all ranks, each of which has the mean over `n` samples of its own. Collective.
+    """The mean over all ranks, where each passes the mean over its own `n` samples. Collective.
 
         accuracy = sherd.mean((model(x).argmax(1) == y).double().mean())
 
-    `n` is by default the number of samples in the batch at hand: the one that a distributed loader yielded last, in a
-    loop that goes on. After the loop, say it. Of several loaders in turns, as in a `zip`, `loader` says whose batch is
-    meant. Samples that were repeated, so that every rank has a batch, are not counted; a rank with n=0 adds nothing,
-    whatever its value is. Takes a number, and gives a float, or a tensor, and gives one of the same shape and, if that
-    is of floats, dtype. It is summed up in float64, and is the same on every rank.
+    By default `n` is the number of samples in the current batch: the one that a distributed loader yielded last, in a
+    loop that is still running. After the loop, pass it. With several loaders in a `zip` or the like, `loader` says
+    whose batch is meant. Samples that were repeated to give every rank a batch do not count; a rank with n=0 adds
+    nothing, whatever its value. Takes a number and returns a float, or takes a tensor and returns one of the same shape
+    and, if floating-point, dtype. Summed in float64, and the same on every rank.
     """
     comm = communicator()
     sent = tuple(_term(value, n, loader))
@@ -57,15 +57,15 @@ def mean(value: Any, n: Any = None, *, loader: Any = None) -> Any:
 
 
 def gather(value: Any, *, rows: bool = True, loader: DataLoader[Any] | None = None) -> Any:
-    """What all ranks have, on every rank. Collective.
+    """The values of all ranks, on every rank. Collective.
 
         labels, guesses = sherd.gather((y, model(x).argmax(1)))
 
-    Tensors with a first dimension, alone or in a tuple, list or dict, are put together along it in rank order, which is
-    the order of one process where they belong to the batch at hand. Samples that were repeated are taken out, of
-    tensors as long as that batch or as an epoch of a loader. Where both could be meant, or those of several loaders,
-    and it makes a difference, `loader` says whose they are. With `rows=False` the rows are no samples, and all are
-    kept. Anything else becomes a list with an item per rank.
+    Tensors with a first dimension, alone or in a tuple, list or dict, are concatenated along it in rank order, which is
+    the order of a single process if they belong to the current batch. Repeated samples are removed from tensors that
+    are as long as this batch or as an epoch of a loader. Where that is ambiguous and makes a difference, `loader` says
+    which loader they belong to. With `rows=False` rows are not samples, and all are kept. Any other value becomes a
+    list with one item per rank.
     """
     comm = communicator()
     sent = _sent(value, rows, loader)
@@ -79,13 +79,13 @@ def gather(value: Any, *, rows: bool = True, loader: DataLoader[Any] | None = No
         if outline != outlines[0]:
             raise ConfigError(
                 f"rank {comm.rank}: sherd.gather got {outlines[0] or 'no rows'} on rank 0 and {outline or 'no rows'} "
-                f"on rank {rank}; pass tensors on every rank that differ in their first dimension (*) alone, or on none"
+                f"on rank {rank}; pass tensors that differ only in their first dimension (*), on every rank or on none"
             )
     return _joined(everybody, value)
 
 
 def _raise_first(problems: Sequence[str]) -> None:
-    """What one rank refuses all refuse, in the same words."""
+    """What one rank refuses, all refuse, with the same message."""
     for rank, problem in enumerate(problems):
         if problem:
             raise ConfigError(f"rank {rank}: {problem}")
@@ -103,7 +103,7 @@ def _checked(loader: Any) -> None:
 
 
 def _term(value: Any, n: Any, loader: Any) -> Term:
-    """What this rank adds: numbers as they are, tensors in float64 on the CPU."""
+    """What this rank contributes: numbers as they are, tensors in float64 on the CPU."""
     try:
         weight = _samples(loader) if n is None else _number_of(n)
         if n is not None and loader is not None:
@@ -114,18 +114,18 @@ def _term(value: Any, n: Any, loader: Any) -> Term:
 
 
 def _samples(loader: Any) -> int:
-    """How many samples count in the batch at hand."""
+    """How many samples of the current batch count."""
     _checked(loader)
     found = {batch.counted for batch in batch_weight.batches(loader)}
     if not found:
         raise ConfigError(
-            "got no n=, and no batch of a distributed loader is at hand: no loop over one is under way; write "
+            "got no n=, and there is no current batch: no loop over a distributed loader is running; write "
             "sherd.mean(value, n=samples), with the number of samples that the value is a mean over"
         )
     if len(found) > 1:
         raise ConfigError(
-            f"got no n=, and several loaders are in use, whose batches have {_listed(found)} samples; write "
-            f"sherd.mean(value, loader=...) with the one that is meant, or n="
+            f"got no n=, and several loaders are in use, whose current batches have {_listed(found)} samples; write "
+            f"sherd.mean(value, loader=...) with the one you mean, or n="
         )
     return found.pop()
 
@@ -149,7 +149,7 @@ def _number(value: Any) -> float | Tensor:
 
 
 def _weighted(terms: Sequence[tuple[int, Term]]) -> Tensor | None:
-    """The mean, or None if there is nothing to take it of."""
+    """The mean, or None if there are no terms."""
     values = [torch.as_tensor(term.value, dtype=torch.float64) for _, term in terms]
     for (rank, _), value in zip(terms, values, strict=True):
         if value.shape != values[0].shape:
@@ -159,7 +159,7 @@ def _weighted(terms: Sequence[tuple[int, Term]]) -> Tensor | None:
             )
     if not values:
         return None
-    # Weights that add up to 1 at most cannot make a sum overflow, and powers of 2 change no bit of it.
+    # Weights that add up to at most 1 cannot make the sum overflow, and scaling by powers of 2 is exact.
     largest = max(math.frexp(term.weight)[1] for _, term in terms) + len(terms).bit_length()
     weights = [math.ldexp(term.weight, -largest) for _, term in terms]
     total = torch.zeros_like(values[0])
@@ -172,11 +172,11 @@ def _weighted(terms: Sequence[tuple[int, Term]]) -> Tensor | None:
 
 
 def _sent(value: Any, rows: bool, loader: Any) -> tuple[str, Any]:
-    """Why there is nothing to send, and what is sent."""
+    """What is wrong, or "", and what to send."""
     try:
         _checked(loader)
         if loader is not None and not (rows and _is_rows(value)):
-            raise ConfigError("got loader=, which is about tensors of samples; leave it out, and rows=False too")
+            raise ConfigError("got loader=, which only applies to tensors of samples; leave it out, and rows=False too")
         return "", _own_rows(value, loader) if rows and _is_rows(value) else _on_cpu(value)
     except ConfigError as error:
         return f"sherd.gather {error}", None
@@ -190,7 +190,7 @@ def _is_rows(value: Any) -> bool:
 
 
 def _own_rows(value: Any, loader: Any) -> Any:
-    """The rows that are this rank's own: repeated ones are the last."""
+    """The rows that are this rank's own; repeated ones come last."""
     if type(value) is dict:
         return {key: _own_rows(each, loader) for key, each in value.items()}
     if not isinstance(value, Tensor):
@@ -200,18 +200,18 @@ def _own_rows(value: Any, loader: Any) -> Any:
     if len(found) > 1:
         own = _listed({counts.counted for counts in found})
         raise ConfigError(
-            f"got {len(rows)} rows, of which {own} are this rank's own, depending on the loader that they belong to; "
-            f"write sherd.gather(rows, loader=...) with it, or rows=False if they are no samples"
+            f"got {len(rows)} rows, of which {own} are this rank's own, depending on the loader they belong to; write "
+            f"sherd.gather(rows, loader=...) with that loader, or rows=False if they are not samples"
         )
     if not found and loader is not None:
         raise ConfigError(
-            f"got {len(rows)} rows and loader=, of which neither the batch at hand nor the epoch has so many"
+            f"got {len(rows)} rows and loader=, but neither its current batch nor its epoch has that many"
         )
     return rows[: found.pop().counted] if found else rows
 
 
 def _outline(value: Any) -> str:
-    """Its structure in words, which must be the same on every rank."""
+    """Its structure as text, which must be the same on every rank."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(['*', *map(str, value.shape[1:])])}]"
     if type(value) is dict:

@@ -1,7 +1,8 @@
-"""This process among the others: its number, and the one communicator that helpers use.
+"""This process among the ranks: its number, and the one communicator that helpers use.
 
-Helpers use that of the last `distribute` which made its own, so that a helper that one rank calls alone is found out
-like any other call that differs. Before `distribute` the first helper connects one, and `distribute` goes on with it.
+Helpers use the communicator of the last `distribute` that created its own, so that a helper called by one rank alone is
+detected like any other mismatched call. Before `distribute` the first helper connects one, which `distribute` then
+takes over.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ class Distributed(NamedTuple):
     accumulate: int
 
 
-_kept: Communicator | None = None  # held here: ranks must not lose it at different times, whenever they collect garbage
+_kept: Communicator | None = None  # held here, or garbage collection would close it at a different time on each rank
 _kept_by = 0  # the process that connected it
-_spare = False  # whether it is no model's yet
+_spare = False  # whether no model uses it yet
 _last: Distributed | None = None
 
 
 def rank() -> int:
-    """The number of this process among all of the job, from 0. Not collective, and it connects nothing.
+    """The rank of this process in the job, from 0. Not collective, and it connects nothing.
 
-    As torch.distributed has it, else as torchrun or `sherd run` said; without a launcher, 0.
+    From torch.distributed, else from the variables of torchrun or `sherd run`; 0 without a launcher.
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
@@ -42,19 +43,19 @@ def rank() -> int:
 
 
 def world() -> int:
-    """How many processes the job has. Not collective, and it connects nothing. Without a launcher, 1."""
+    """How many ranks the job has. Not collective, and it connects nothing. 1 without a launcher."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return _number("WORLD_SIZE", 1)
 
 
 def is_main() -> bool:
-    """Whether this is rank 0, which speaks for all. Not collective."""
+    """Whether this is rank 0, the one that prints and saves for all. Not collective."""
     return rank() == 0
 
 
 def communicator() -> Communicator:
-    """The one that helpers use. Collective where it has to be connected."""
+    """The communicator that helpers use. Collective where it has to be connected first."""
     global _kept, _kept_by, _spare
     _refuse_workers()
     if not _usable():
@@ -64,7 +65,7 @@ def communicator() -> Communicator:
 
 
 def connect_for(options: CommOptions | None) -> Communicator:
-    """What `distribute` is to use: what a helper has connected, if that will do. Collective."""
+    """The communicator for `distribute`: the one that a helper has connected, if possible. Collective."""
     global _spare
     if options is None and _spare and _usable():
         _spare = False
@@ -73,7 +74,8 @@ def connect_for(options: CommOptions | None) -> Communicator:
 
 
 def distributed_over(comm: Communicator, accumulate: int, made_here: bool) -> None:
-    """`distribute` has succeeded. Helpers use its communicator, unless it is the user's own, to close at any time."""
+    """`distribute` has succeeded. Helpers use its communicator, unless it is the user's, who may close it at any
+    time."""
     global _kept, _kept_by, _spare, _last
     _last = Distributed(weakref.ref(comm), accumulate)
     if made_here:
@@ -81,21 +83,21 @@ def distributed_over(comm: Communicator, accumulate: int, made_here: bool) -> No
 
 
 def distribution() -> tuple[Communicator, int] | None:
-    """The communicator and `accumulate` of the last `distribute`, while it lasts."""
+    """The communicator and `accumulate` of the last `distribute`, while that communicator is open."""
     comm = None if _last is None else _last.comm()
     return None if _last is None or comm is None or comm.closed else (comm, _last.accumulate)
 
 
 def _usable() -> bool:
-    """Whether there is one, among the ranks that there are now."""
+    """Whether there is one, and it connects the current ranks."""
     return _kept is not None and not _kept.closed and (_kept.rank, _kept.world) == (rank(), world())
 
 
 def _refuse_workers() -> None:
     if get_worker_info() is not None or (_usable() and os.getpid() != _kept_by):
         raise ConfigError(
-            f"a process that rank {rank()} started, such as a loader's worker, is no rank and can take no part in a "
-            f"collective call; call it where the training loop runs"
+            f"a process that rank {rank()} started, such as a loader's worker, is not a rank and cannot take part in a "
+            f"collective call; make this call where the training loop runs"
         )
 
 

@@ -1,4 +1,4 @@
-"""One seed for a job: alike on all ranks while they build the same model, then by rank."""
+"""One seed for a job: the same on all ranks while they build the model, then one per rank."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from sherd.comm import Communicator
 from sherd.errors import ConfigError
 
-_alike: tuple[int, str] | None = None  # the seed that all ranks have, and the run: a process may serve several
+_alike: tuple[int, str] | None = None  # the seed that all ranks have, and its run: a process may serve several runs
 
 
 def seed(n: int) -> None:
     """Seed Python, torch and, where it was imported, numpy. Not collective; call it on every rank.
 
-    All ranks draw the same numbers until the next `distribute`, which seeds them by rank, so that they drop out and
-    augment differently. So a process may run several trials, each with a seed, a model and a `distribute` of its own.
-    Rank 0 goes on as one process would; a world of one is left alone. Loaders deal rank 0's order, so all ranks have
-    the same one in any case.
+    All ranks draw the same numbers until the next `distribute`, which seeds each rank differently, so that dropout and
+    augmentation differ. A process may run several trials, each with its own seed, model and `distribute`. Rank 0 keeps
+    the numbers of a single process, and so does a world of one. Loaders deal rank 0's order, so that is always the same
+    on all ranks.
     """
     global _alike
     if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n < 1 << 63:
@@ -31,7 +31,7 @@ def seed(n: int) -> None:
 
 
 def by_rank(comm: Communicator) -> None:
-    """`distribute` is done: from now on ranks draw different numbers, if they were seeded."""
+    """After `distribute`: from now on ranks draw different numbers, if they were seeded."""
     global _alike
     if _alike is not None and _alike[1] == _run() and comm.rank:
         _seed(_of_rank(_alike[0], comm.rank))
@@ -46,7 +46,7 @@ def _seed(value: int) -> None:
 
 
 def _of_rank(n: int, rank: int) -> int:
-    """Rank 0's is `n` itself. Those of others do not lie side by side: n + 1 is a seed that somebody tries next."""
+    """Rank 0's is `n` itself. The others are not consecutive: n + 1 is likely to be the seed of the next trial."""
     digest = hashlib.blake2b(f"{n} {rank}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1 if rank else n
 

@@ -1,4 +1,4 @@
-"""What a run tells of itself while events are on: its beginning (`run`), its `steps`, its `layers` on request."""
+"""The events of a run, while they are on: its start (`run`), its `steps`, and its `layers` on request."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Layer by layer, on request (SHERD_LAYERS=1): gradient, update and value, and a warning when one goes astray.
+"""On request (SHERD_LAYERS=1): gradient, update and value of each layer, and a warning when one vanishes or explodes.
 
-A *layer* is a module with parameters of its own. Each rank tells its share: sums of squares over the elements that it
-owns, so that the sum over the ranks is the layer's whatever the strategy. To warn, a rank compares the root mean square
-over what it owns, which needs no other rank; the owner of a layer's first element is the one that does.
+A *layer* is a module with its own parameters. Each rank records sums of squares over the elements that it owns, so that
+the sum over the ranks is the layer's under every strategy. For warnings, the owner of a layer's first element compares
+the root mean square over what it owns, which needs no communication.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from sherd.layout.slicing import Segment
 log = logging.getLogger("sherd")
 
 ROOT = "(model)"
-"""The layer of parameters that belong to the model itself."""
+"""The layer name for parameters that belong to the model itself."""
 HISTORY = 10
-"""Steps before a layer has a past to be compared with."""
+"""Steps before a layer has enough history to be compared with."""
 VANISHED, FALLEN, NOTHING = 1e-4, 1e-2, 1e-6
-"""A gradient vanishes below 1e-4 of the median layer's and 1e-2 of its own past, or below 1e-6 of the median layer's
-from the beginning."""
+"""A gradient vanishes below 1e-4 of the median layer's and 1e-2 of its own history, or if it was always below 1e-6 of
+the median layer's."""
 EXPLODED = 100.0
-"""It explodes above 100 times its own past, if it is not below the median layer's."""
+"""It explodes above 100 times its own history, unless it is below the median layer's."""
 STILL, WILD, JUMP = 1e-8, 1.0, 10.0
-"""An update vanishes below 1e-8 of the layer's values, which float32 rounds away, and explodes above all of them, if it
-is 10 times what it was before."""
+"""An update vanishes below 1e-8 of the layer's values, which float32 rounds away. It explodes if it is larger than the
+values and more than 10 times its own history."""
 KEEP = 0.9
-"""How much of the past is kept in each step."""
+"""The weight of the history in its moving average."""
 
 
 @dataclass
 class Layer:
-    """What one rank has of a layer in one step."""
+    """One rank's part of a layer in one step."""
 
     numel: int = 0
     norm_squared: float = 0.0
     update_squared: float = 0.0
     value_squared: float = 0.0
     leads: bool = False
-    """whether its first element is this rank's"""
+    """whether this rank owns its first element"""
 
     @property
     def gradient(self) -> float:
@@ -61,8 +61,8 @@ class Layer:
         """Update over value."""
         return math.sqrt(self.update_squared / self.value_squared) if self.value_squared else math.inf
 
-    def shares(self) -> dict[str, float]:
-        """As in a `step` event."""
+    def fields(self) -> dict[str, float]:
+        """The fields of a `step` event."""
         return {
             "norm_squared": self.norm_squared,
             "update_squared": self.update_squared,
@@ -71,7 +71,7 @@ class Layer:
 
 
 class LayerMeter:
-    """Measures the layers of one model, step by step."""
+    """Measures the layers of one model at each step."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -79,12 +79,12 @@ class LayerMeter:
         self._values: dict[tuple[TrackedParameter, int], Tensor] = {}
 
     def before(self) -> None:
-        """A `step()` begins: keep the values, if it is a real one."""
+        """Before a `step()`: keep the values, if it is a real one."""
         if self._training.engine.window.last:
             self._values = {(m, segment.region.start): value.clone() for m, segment, value in self._own()}
 
     def after(self, step: int, rates: list[float | None], skipped: bool) -> dict[str, dict[str, float]]:
-        """A real step is over: this rank's shares by layer. Warns where something is wrong."""
+        """After a real step: this rank's part of each layer. Warns where something is wrong."""
         layers = self._measure()
         self._values = {}
         if not skipped:
@@ -92,7 +92,7 @@ class LayerMeter:
                 text = f"step {step}: layer {name!r} {wrong}"
                 observe.emit("warning", step, text=text, layer=name)
                 log.warning("%s", text)
-        return {name: layer.shares() for name, layer in layers.items()}
+        return {name: layer.fields() for name, layer in layers.items()}
 
     def _measure(self) -> dict[str, Layer]:
         engine = self._training.engine
@@ -114,11 +114,11 @@ class LayerMeter:
         return layers
 
     def _own(self) -> Iterator[tuple[TrackedParameter, Segment, Tensor]]:
-        """What this rank owns of the parameters, segment by segment."""
+        """The segments of the parameters that this rank owns."""
         engine = self._training.engine
         for bucket in engine.buckets.buckets:
             for member, segment in bucket.segments(engine.comm.rank):
-                # Where it updates all of them, it tells of a part.
+                # Even if it updates all of them, it measures only its slices.
                 flat, start = (
                     (bucket.values.owned, segment.offset)
                     if engine.store.updates_slices
@@ -142,13 +142,13 @@ class _Past:
 
 @dataclass
 class LayerWatch:
-    """Finds layers whose gradient or update vanishes or explodes. Each is told of once, until it is well again."""
+    """Finds layers whose gradient or update vanishes or explodes. Reports each once, until it has recovered."""
 
     _pasts: dict[str, _Past] = field(default_factory=dict)
     _told: set[tuple[str, str]] = field(default_factory=set)
 
     def look(self, layers: dict[str, Layer], moving: bool) -> list[tuple[str, str]]:
-        """Layers and what is wrong with them; `moving` says whether there is a learning rate above 0."""
+        """Layers and what is wrong with them; `moving`: some learning rate is above 0."""
         found = []
         finite = [layer.gradient for layer in layers.values() if math.isfinite(layer.gradient)]
         median = statistics.median(finite) if finite else 0.0
@@ -167,7 +167,7 @@ class LayerWatch:
 
 
 def _wrong(past: _Past, gradient: float, ratio: float, median: float, moving: bool) -> dict[str, str]:
-    """What is wrong with a layer, in words, by kind."""
+    """What is wrong with a layer: messages by kind."""
     found = {}
     beside = f"root mean square {gradient:.2g}, {past.gradient:.2g} before, {median:.2g} in the median layer"
     fallen = gradient < FALLEN * past.gradient and gradient < VANISHED * median

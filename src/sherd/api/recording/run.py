@@ -1,6 +1,6 @@
-"""What a run tells of itself while events are on: how it begins, and the losses that backwards begin at.
+"""The start of a run in its events, and the losses that backwards start from.
 
-Nothing here is collective. Each rank tells its own part; whoever reads the events puts them together.
+Nothing here is collective. Each rank records its own part; readers of the events put them together.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from sherd.patches.grad_scaler import scale_of
 
 
 def record(plan: Plan, comm: Communicator) -> None:
-    """Tell that a run begins, and of every step from now on."""
+    """Record that a run begins, and every step from now on."""
     run = monitor.current
-    if run is None or (run.steps and plan.optimizer is None):  # one more model of the run that is under way
+    if run is None or (run.steps and plan.optimizer is None):  # another model of the current run
         return
     if run.steps:
         run = observe.begin_anew()
@@ -77,7 +77,7 @@ def _beginning(plan: Plan, comm: Communicator) -> dict[str, Any]:
 
 
 def _chosen(options: Options) -> dict[str, Any]:
-    """The options that are not as they would be by themselves."""
+    """The options that differ from their defaults."""
     fields = dataclasses.fields(cast(Any, options))
     found = {field.name: (getattr(options, field.name), field.default) for field in fields}
     plain = (str, int, float, bool, type(None))
@@ -89,7 +89,7 @@ def _chosen(options: Options) -> dict[str, Any]:
 
 
 def _notice_scaler() -> bool:
-    """A scaler has scaled something; whether anybody records it."""
+    """A GradScaler has scaled a loss; returns whether that is recorded."""
     if monitor.current is None:
         return False
     monitor.current.scaled = True
@@ -98,7 +98,7 @@ def _notice_scaler() -> bool:
 
 @contextmanager
 def _recorded(roots: Any) -> Iterator[None]:
-    """An outermost backward from these roots runs inside."""
+    """Record the outermost backward, from these roots, that runs inside."""
     run = monitor.current
     if run is None:
         yield
@@ -111,16 +111,16 @@ def _recorded(roots: Any) -> Iterator[None]:
 
 
 def _losses(roots: Any) -> list[Tensor]:
-    """What a backward begins at, as far as it is numbers at hand."""
+    """The roots of a backward that are scalars on the CPU."""
     if not isinstance(roots, (list, tuple)):
         roots = (roots,)
-    # On an accelerator a value would have to be waited for; and there are other kinds of roots than tensors.
+    # A value on an accelerator would have to be waited for; and not all roots are tensors.
     here = (root for root in roots if type(root) is Tensor and root.device.type == "cpu" and root.numel() == 1)
     return [root for root in here if not root.is_complex()]
 
 
 def _unscaled(losses: list[Tensor], run: RunMonitor) -> list[float]:
-    """Their values as they were before a scaler had them, as far as that is known."""
+    """Their values before scaling; while a GradScaler is in use, those it has not scaled are not taken for losses."""
     if not run.scaled:
         return [float(loss.detach()) for loss in losses]
     scales = [scale_of(loss) for loss in losses]

@@ -1,4 +1,4 @@
-"""One `step` event per real step. Nothing here is collective."""
+"""A `step` event for every real step. Nothing here is collective."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sherd.observe.monitor import RunMonitor, Tally
 from sherd.observe.process import Resident
 
 RECOUNT_SECONDS = 30.0
-"""How often all tensors of parameters and state are asked for their sizes, though nothing seems to have changed."""
+"""How often the sizes of all parameters and state tensors are counted again, even if nothing seems to have changed."""
 
 
 class StepRecorder:
-    """Tells of the steps of one optimizer, which is the `number`-th of the process."""
+    """Records the steps of one optimizer, the `number`-th of the process."""
 
     def __init__(self, training: Training, optimizer: Optimizer, number: int, run: RunMonitor) -> None:
         self._training = training
@@ -37,7 +37,7 @@ class StepRecorder:
         self._sent = self._bytes()
 
     def record(self, closure: Closure | None, step: Callable[[Closure | None], Any]) -> Any:
-        """Take the step `step(closure)`, and tell of it if it was a real one."""
+        """Take the step `step(closure)`, and record it if it was a real one."""
         run, engine = self._run, self._training.engine
         if monitor.current is not run:  # that run is over
             return step(closure)
@@ -77,7 +77,7 @@ class StepRecorder:
         observe.emit("step", step, **fields)
 
     def _root(self, tally: Tally) -> float | None:
-        # Of several optimizers nobody knows whose loss a backward began at.
+        # With several optimizers, it is unknown whose loss a backward started from.
         return tally.roots / tally.backwards if tally.backwards and self._run.optimizers == 1 else None
 
     def _bytes(self) -> dict[str, int]:
@@ -88,9 +88,8 @@ class StepRecorder:
 class _Memory:
     """Bytes by kind, counted again only where they may have changed.
 
-    Parameters and state are many tensors. There is more of the former when some are unfrozen, and of the latter when a
-    parameter is stepped for the first time. For optimizers that add to the state of a parameter later, it is counted
-    again once in a while.
+    Parameters and state are many tensors. Unfreezing adds parameters, and the first step of a parameter adds state. For
+    optimizers that add state later, everything is counted again once in a while.
     """
 
     def __init__(self, training: Training) -> None:
@@ -112,7 +111,7 @@ class _Memory:
 
 
 def _number(value: Any) -> float | None:
-    """What a closure returned, or a learning rate, as a number if it is one."""
+    """The result of a closure, or a learning rate, as a number, or None if it is not one."""
     if isinstance(value, Tensor):
         return float(value.detach()) if value.numel() == 1 else None
     return float(value) if isinstance(value, (int, float)) else None
