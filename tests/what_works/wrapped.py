@@ -1,4 +1,4 @@
-"""Torch's own wrappers, put around a model that is distributed already."""
+"""Torch's own wrappers, applied to a model that is already distributed."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def in_a_fork():
         try:
             sherd.barrier()
         except ConfigError as error:
-            os._exit(3 if "is no rank" in str(error) else 4)
+            os._exit(3 if "is not a rank" in str(error) else 4)
         os._exit(5)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     sherd.barrier()
