@@ -68,7 +68,9 @@ def left_alone():
             plain = network()
             wrapped = wrap(plain)
             if name == "fully_shard":
-                with pytest.raises(ConfigError, match=r"already sharded by torch's FSDP \(FSDPModule\); pass it"):
+                with pytest.raises(
+                    ConfigError, match=r"already sharded by torch's FSDP \(FSDPModule\); pass the model without it"
+                ):
                     sherd.distribute(plain, comm=c)
             train(wrapped, sgd(plain), [batch(c.rank)])
         own = DistributedDataParallel.__init__

@@ -158,7 +158,7 @@ def test_ranks_that_refuse_their_arguments_say_so_once(here):
     (here / "quit.py").write_text("import sys; sys.exit(3)")
     result = sherd("run", "-n", "2", "quit.py")
     assert result.returncode == 3
-    assert "what it wrote" not in result.stderr
+    assert "see its output" not in result.stderr
 
 
 @pytest.mark.pure

@@ -149,11 +149,11 @@ def test_help_shows_the_options_of_a_recipe_and_of_its_run(recipe, capsys):
     ("words", "said"),
     [
         ("gtp", "no recipe 'gtp'; did you mean 'gpt'?"),
-        ("--ranks 2", "a recipe comes before its options"),
+        ("--ranks 2", "the recipe comes before its options"),
         ("gpt --stratgy ddp", "did you mean '--strategy'?"),
         ("gpt --stratgy=ddp", "did you mean '--strategy'?"),
         ("gpt --strategy zer3", "did you mean 'zero3'?"),
-        ("gpt zero3", "'zero3' is no option of gpt"),
+        ("gpt zero3", "'zero3' is not an option of gpt"),
         ("gpt --ranks 0", "found '0', expected a whole number from 1"),
         ("gpt --ranks two", "found 'two', expected a whole number from 1"),
         ("gpt --steps 0", "--steps 0: expected more than 0"),

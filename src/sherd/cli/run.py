@@ -1,4 +1,4 @@
-"""`sherd run`: ranks of a script, and one clear message when one of them fails."""
+"""`sherd run`: run a script on several ranks, with one clear message when one of them fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sherd.cli.messages import say, speak_as
 from sherd.cli.options import check_strategy
 from sherd.errors import ConfigError
 
-LATE = ("-n", "--ranks", "--nproc-per-node", "--nproc_per_node", "--live", "--hosts")  # rarely options of scripts
+LATE = ("-n", "--ranks", "--nproc-per-node", "--nproc_per_node", "--live", "--hosts")  # rarely options of the script
 
 
 def run(
@@ -50,11 +50,11 @@ def run(
     attended: options.Attended = False,
     label: options.Label = "",
 ) -> None:
-    """Start ranks of a script. Options of sherd come before the script, its own after it."""
+    """Run a script on several ranks. Options of sherd come before the script, its own after it."""
     speak_as(label)
     _check_nodes(nnodes, node_rank, master_addr, standalone)
     if ranks == 1 and not quiet and (late := next((word for word in arguments or () if word in LATE), None)):
-        say(f"note: {late} after the script is the script's own; options of sherd come before it")
+        say(f"note: {late} comes after the script, so it is passed to the script; options of sherd come before it")
     words = [*(["-m"] if module else []), script, *(arguments or [])]
     showing = Showing(
         log_dir=_path(log_dir),
@@ -67,7 +67,7 @@ def run(
         attended=attended,
     )
     if layers and not (showing.needs_events or showing.events or os.environ.get("SHERD_EVENTS")):
-        raise ConfigError("--layers adds to the events; write --events DIR, --live, --csv or --tensorboard as well")
+        raise ConfigError("--layers adds to the events; also write --events DIR, --live, --csv or --tensorboard")
     if hosts is not None:
         if nnodes > 1 or node_rank > 0:
             raise ConfigError("--hosts starts every machine itself; leave out --nnodes and --node-rank")
@@ -91,11 +91,11 @@ def run_command(
     layers: bool = False,
     log_dir: str | os.PathLike[str] | None = None,
 ) -> int:
-    """Run ranks on this machine to their end, as `sherd run` does; the exit status. For other commands of sherd.
+    """Run ranks on this machine, as `sherd run` does; the exit status. For other commands of sherd.
 
     `command` is what would follow `python`: a script and its arguments, or "-m", a module and its arguments. Call it
-    from the main thread: it takes over signals until it returns, and sets variables of the environment. Bad input
-    raises `ConfigError`.
+    from the main thread: it handles signals until it returns, and sets environment variables. Bad input raises
+    `ConfigError`.
     """
     showing = Showing(
         log_dir=_path(log_dir),
@@ -130,7 +130,7 @@ def _run(
     if not showing.quiet:
         for warning in warnings_at_start(ranks):
             say(f"warning: {warning}")
-    # Every rank with a thread per core would make them wait for each other; torch's own default here is 1.
+    # With a thread per core in every rank, they would compete for the cores; torchrun's default is 1.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, options.cores() // ranks)))
     if strategy is not None:
         os.environ["SHERD_STRATEGY"] = strategy
@@ -147,7 +147,7 @@ def _run_on_hosts(
     strategy: str | None,
     layers: bool,
 ) -> int:
-    """Have each host run its part; `over` is how to reach them, as `Remote.of` takes it."""
+    """Run on each of the hosts; `over` are the other arguments of `Remote.of`."""
     from sherd.cli.machines.hosts import run_on_hosts
     from sherd.cli.machines.remote import Remote
 
@@ -157,9 +157,9 @@ def _run_on_hosts(
 
 def _check_local(python: str | None, ssh: str | None) -> None:
     if python is not None:
-        raise ConfigError("--python is about --hosts; here the interpreter is the one that runs sherd")
+        raise ConfigError("--python is for --hosts; here the interpreter is the one that runs sherd")
     if ssh is not None:
-        raise ConfigError("--ssh is about --hosts; write the hosts as well, such as --hosts a,b")
+        raise ConfigError("--ssh is for --hosts; also write the hosts, such as --hosts a,b")
 
 
 def _path(text: str | os.PathLike[str] | None) -> Path | None:
@@ -168,9 +168,9 @@ def _path(text: str | os.PathLike[str] | None) -> Path | None:
 
 def _check_nodes(nnodes: int, node_rank: int, master_addr: str | None, standalone: bool) -> None:
     if node_rank >= nnodes:
-        raise ConfigError(f"--node-rank {node_rank} must be below --nnodes {nnodes}: machines count from 0")
+        raise ConfigError(f"--node-rank {node_rank} must be below --nnodes {nnodes}: machines are numbered from 0")
     if nnodes > 1 and standalone:
-        raise ConfigError(f"--standalone is a run on one machine, and --nnodes {nnodes} are several; leave one out")
+        raise ConfigError(f"--standalone is for one machine, but --nnodes is {nnodes}; leave one of them out")
     if nnodes > 1 and not master_addr:
         raise ConfigError(f"--nnodes {nnodes} needs --master-addr: write the address of machine 0")
 

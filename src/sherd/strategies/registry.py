@@ -75,7 +75,7 @@ def default() -> Strategy:
     """The one that SHERD_STRATEGY names (`sherd run --strategy` sets it), else zero2."""
     name = os.environ.get(VARIABLE) or DEFAULT
     if name not in _BUILDERS:
-        raise ConfigError(f"{VARIABLE}={name!r} names no strategy; {nearest(name, _BUILDERS)}")
+        raise ConfigError(f"{VARIABLE}={name!r} is not a strategy; {nearest(name, _BUILDERS)}")
     return resolve(name)
 
 

@@ -1,4 +1,4 @@
-"""What is looked at before the first rank starts: directories that must be writable, and what deserves a warning."""
+"""Checks before the first rank starts: warnings, directories that must be writable, scripts that must parse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sherd.cli.launch.variables import misspelt
 from sherd.cli.options import cores
 from sherd.errors import ConfigError
 
-RANK_BYTES = 200 << 20  # private memory of a process that has imported torch, measured; the model comes on top
+RANK_BYTES = 200 << 20  # private memory of a process that has imported torch, measured; the model is extra
 CROWDED = 2  # ranks per core
 MIB, GIB = 1 << 20, 1 << 30
 CGROUP = Path("/sys/fs/cgroup")
@@ -26,7 +26,7 @@ def warnings_at_start(ranks: int) -> list[str]:
     found = misspelt(os.environ)
     if ranks > CROWDED * (here := cores()):
         found.append(
-            f"{ranks} ranks on {here} core{'s' * (here > 1)} take turns; -n auto starts one per core, at most 8"
+            f"{ranks} ranks on {here} core{'s' * (here > 1)} compete for them; -n auto starts one per core, at most 8"
         )
     if (available := available_memory()) < ranks * RANK_BYTES:
         needed = f"{ranks} ranks need {ranks * RANK_BYTES / GIB:.1f} GiB for torch alone"
@@ -35,7 +35,7 @@ def warnings_at_start(ranks: int) -> list[str]:
 
 
 def available_memory() -> int:
-    """Of the machine, or of the container if that has less."""
+    """Free memory of the machine, or of the container if that has less."""
     import psutil
 
     available: int = psutil.virtual_memory().available
@@ -46,14 +46,14 @@ def available_memory() -> int:
 
 
 def check_directories(showing: Showing, machines: int) -> None:
-    """Make the directories that were named, and refuse those that cannot be used."""
+    """Create the directories that were named, and refuse those that cannot be used."""
     if showing.needs_events and machines > 1 and showing.events is None:
         raise ConfigError(
-            "--live, --csv and --tensorboard read the events of all ranks; with several machines write --events DIR as "
-            "well, a directory that all of them share"
+            "--live, --csv and --tensorboard read the events of all ranks; with several machines also write "
+            "--events DIR, a directory that all of them share"
         )
     if showing.events is not None:
-        # Of a directory that machines share, others may have made use by now: of an earlier run there are events.
+        # Other machines may have written to a shared directory by now; only events show an earlier run.
         shared = machines > 1 or showing.attended
         make_directory(showing.events, "--events", unused="events-rank*.jsonl" if shared else "*")
     if showing.log_dir is not None:
@@ -65,7 +65,7 @@ def check_directories(showing: Showing, machines: int) -> None:
 
 
 def make_directory(directory: Path, option: str, unused: str = "") -> None:
-    """Make the directory that an option names, and refuse one that cannot be used or has files of this pattern."""
+    """Create the directory that an option names; refuse one that cannot be used or has files of pattern `unused`."""
     if directory.is_file():
         raise ConfigError(f"{option} {str(directory)!r} is a file; name a directory")
     try:
@@ -84,23 +84,23 @@ def _check_file(file: Path, option: str) -> None:
         with file.open("ab"):
             pass
     except OSError as error:
-        words = f"{option} {str(file)!r} cannot be written ({error.strerror}); name a file in a directory of yours"
+        words = f"{option} {str(file)!r} cannot be written ({error.strerror}); name a file in a directory you can write"
         raise ConfigError(words) from None
     if file.stat().st_size:
         raise ConfigError(f"{option} {str(file)!r} is not empty; name a new file for every run")
 
 
 def _useless(directory: Path, option: str, why: str | None) -> str:
-    return f"{option} {str(directory)!r} cannot be written ({why}); name a directory of yours"
+    return f"{option} {str(directory)!r} cannot be written ({why}); name a directory you can write"
 
 
-# ---------------------------------------------------------------- scripts and modules
+# ---------------------------------------------------------------- scripts and modules; nothing is imported
 
 
 def check_syntax(script: Path) -> None:
     try:
         source = script.read_bytes()
-        if b"\0" in source:  # an archive, or compiled already
+        if b"\0" in source:  # an archive, or compiled code
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the ranks warn themselves
@@ -120,14 +120,14 @@ def check_module(name: str) -> None:
     for number in range(1, len(parts) + 1):
         spec = _found(".".join(parts[:number]), places) if places is not None else None
         if spec is None:
-            raise ConfigError(f"there is no module {name!r} here or among the installed ones; write -m package.module")
+            raise ConfigError(f"there is no module {name!r}, neither here nor installed; write -m package.module")
         places = spec.submodule_search_locations
     if places is not None and not _found(f"{name}.__main__", places):
         raise ConfigError(f"{name!r} is a package without a __main__; write one of its modules, -m {name}.module")
 
 
 def _found(name: str, places: Sequence[str]) -> ModuleSpec | None:
-    """On the path; else by the finders of packages that are installed in another way."""
+    """On the path; else by other finders, such as those of editable installs."""
     if spec := PathFinder.find_spec(name, list(places)):
         return spec
     for finder in sys.meta_path:

@@ -1,4 +1,4 @@
-"""The ranks of this machine, as processes: start them, see which ended and how, end them."""
+"""The ranks of this machine as processes: start them, see which ended and how, end them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sherd.errors import SherdError
 from sherd.observe import EventStream
 from sherd.ranks.watch import describe_exit
 
-# The launcher names the first failure it sees. A dying rank takes its peers along within tenths of a second, so it has
+# The launcher reports the first failure it sees. When a rank dies its peers fail within tenths of a second, so it has
 # to look more often than that to see the cause before the consequences.
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 10
@@ -34,9 +34,9 @@ class Ended:
 
     rank: int
     pid: int
-    code: int  # as subprocess counts it: negative numbers are signals
+    code: int  # as in subprocess: negative numbers are signals
     traceback: str  # what it recorded in torch's error file
-    wrote: bool  # something, as far as is known here
+    wrote: bool  # whether it is known to have written anything
 
     @property
     def how(self) -> str:
@@ -44,31 +44,32 @@ class Ended:
 
 
 class Ranks:
-    """All ranks of this machine. Each is in a session of its own: ^C in a terminal is for the launcher to deal with."""
+    """All ranks of this machine. Each has its own session, so that the launcher alone handles ^C in a terminal."""
 
     def __init__(self, command: list[str], meeting: Meeting, output: Output) -> None:
         self.failed: list[Ended] = []  # in the order in which they were seen
         self._command = command
         self._meeting = meeting
         self._output = output
-        # torch's `record` writes the traceback of a rank into a file of this name. Files in memory need no directory
-        # that can be written to, and nothing of them is left, even by `kill -9`.
+        # torch's `record` writes the traceback of a rank into this file. Files in memory need no writable directory,
+        # and nothing is left of them, even after `kill -9`.
         self._errors = [os.memfd_create("sherd-run-error") for _ in range(meeting.ranks)]
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._endings = _Endings(range(meeting.first_rank, meeting.first_rank + meeting.ranks))
 
     @property
     def running(self) -> dict[int, int]:
-        """The pids of the ranks that have not ended, by their rank."""
+        """The pids of the ranks that have not ended, by rank."""
         return {rank: process.pid for rank, process in self._running.items()}
 
     @property
     def some(self) -> tuple[int, int]:
-        """A rank of this machine and its pid, one that runs if there is one."""
+        """Some rank of this machine and its pid, a running one if possible."""
         return next(iter(self.running.items()), (self._meeting.first_rank, os.getpid()))
 
     def start(self) -> None:
-        """Through `tied`, so that they end with this process however it ends; from this thread, which must not end."""
+        """Start them through `tied`, so that they end with this process however it ends; this thread must not end
+        before."""
         tie = [sys.executable, "-I", "-S", tied.__file__, str(os.getpid())]
         for local in range(self._meeting.ranks):
             rank = self._meeting.first_rank + local
@@ -79,14 +80,14 @@ class Ranks:
             self._output.started(rank)
 
     def look(self) -> list[Ended]:
-        """Those that have ended since the last look, the ones that no other can have caused first."""
+        """Those that have ended since the last look; first those that no other can have caused."""
         ended = [found for rank in list(self._running) if (found := self._look_at(rank))]
-        ended.sort(key=lambda one: (one.code >= 0, one.rank))  # a killed rank takes others along, not the other way
+        ended.sort(key=lambda one: (one.code >= 0, one.rank))  # a killed rank makes others fail, not vice versa
         self.failed += [one for one in ended if one.code != 0]
         return ended
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """End them: politely first. An exception in the meantime (^C again) hurries, no more."""
+        """End them, with this signal first. An exception in the meantime (^C again) only hurries it."""
         if number == signal.SIGINT:
             self._output.interrupted()
         try:
@@ -114,7 +115,7 @@ class Ranks:
         if (code := _exit_code(process.pid)) is None:
             return None
         if code != 0:
-            # What it started ends too, while its number is still its own: nobody else will know of these processes.
+            # End what it started too, while the pid is still its own: nothing else knows of these processes.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -126,7 +127,7 @@ class Ranks:
         return Ended(rank, process.pid, code, recorded, self._output.wrote(rank))
 
     def _environment(self, local: int) -> dict[str, str]:
-        """What torchrun would give to this rank."""
+        """The environment that torchrun would give to this rank."""
         meeting, environ = self._meeting, dict(os.environ)
         rank, world = meeting.first_rank + local, str(meeting.world_size)
         environ |= {
@@ -154,7 +155,10 @@ class Ranks:
 
 
 class _Endings:
-    """Adds the end of a rank that failed to its events, if it has written any since this was made."""
+    """Adds the end of a failed rank to its events, if it has written any since this was created.
+
+    Only the launcher knows it: a rank cannot record being killed, nor `sys.exit(1)`.
+    """
 
     def __init__(self, ranks: Iterable[int]) -> None:
         directory = os.environ.get("SHERD_EVENTS", "")
@@ -162,10 +166,10 @@ class _Endings:
         self._before = {rank: (file, _size(file)) for rank, file in files.items()}
 
     def failed(self, rank: int, how: str) -> None:
-        """The rank has ended, and not well. A disk that is full or gone changes nothing about that."""
+        """Record that a rank has failed. A full or missing disk is not an error here."""
         file, before = self._before.get(rank, (None, 0))
         if file is None or _size(file) == before:
-            return  # what is there is another run's
+            return  # the file is from another run
         with contextlib.suppress(SherdError, OSError):
             stream = EventStream(file.parent, rank)
             stream.emit("run.end", ok=False, how=how)
@@ -180,7 +184,7 @@ def _size(file: Path) -> int:
 
 
 def _exit_code(pid: int) -> int | None:
-    """Of a process that has ended, which is left as it is; None while it lives."""
+    """The exit code of a process, without reaping it; None while it lives."""
     try:
         about = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # this process was started with SIGCHLD ignored: the kernel has forgotten the child
@@ -191,7 +195,7 @@ def _exit_code(pid: int) -> int | None:
 
 
 def _recorded(file: int) -> str:
-    """The traceback that torch's `record` left in the error file of a rank, if it is used there."""
+    """The traceback that torch's `record`, if used, left in the error file of a rank."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         about: Any = json.loads(os.pread(file, os.fstat(file).st_size, 0))
         return str(about.get("message", {}).get("extraInfo", {}).get("py_callstack", "")).rstrip()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Showing:
-    """What becomes of the ranks' output and of their events."""
+    """What is done with the ranks' output and events."""
 
     log_dir: Path | None = None
     events: Path | None = None
@@ -16,8 +16,8 @@ class Showing:
     tensorboard: Path | None = None
     live: bool = False
     quiet: bool = False
-    label: str = ""  # what this machine is called in front of its ranks' output, where another one collects it
-    attended: bool = False  # standard input is a line to whoever started this, not the ranks' own
+    label: str = ""  # the name of this machine in its ranks' output, where another machine collects it
+    attended: bool = False  # standard input comes from the `sherd run` that started this one, not from the user
 
     @property
     def needs_events(self) -> bool:
@@ -26,12 +26,12 @@ class Showing:
 
 @dataclass(frozen=True)
 class Request:
-    """A run, as one of its machines is to take part in it."""
+    """A run, as one of its machines takes part in it."""
 
     command: list[str]  # of a rank
     ranks: int  # on this machine
     machines: int
-    machine: int  # which of them this is
+    machine: int  # the number of this one
     address: str  # of machine 0, where there are several
     port: int
     token_file: str | None

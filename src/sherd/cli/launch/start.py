@@ -1,4 +1,4 @@
-"""From a request to an exit status: signals, the token, the meeting of the machines, output, ranks."""
+"""From a request to an exit status: signals, token, rendezvous of the machines, output, ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sherd.machine import check_files, check_loopback
 
 
 def start(request: Request) -> int:
-    """Run the ranks to their end; the exit status."""
+    """Run the ranks until they end; the exit status."""
     check_files(request.ranks)
     if request.machines == 1:
         check_loopback()
@@ -27,8 +27,8 @@ def start(request: Request) -> int:
 
 
 def _launch(request: Request) -> int:
-    # Late: importing torch takes seconds, and bad input should be answered at once. Quiet: its store has warnings for
-    # what is no concern of the user (a name that is not found), and for what we say ourselves.
+    # Late: importing torch takes seconds, and bad input should be answered at once. Quiet: its store warns about things
+    # that do not concern the user (a name that does not resolve), or that we report ourselves.
     with _environ("TORCH_CPP_LOG_LEVEL", "ERROR"):
         from sherd.cli.launch.launcher import run_ranks
         from sherd.cli.launch.ranks import Ranks
@@ -66,11 +66,11 @@ def _environ(name: str, value: str) -> Iterator[None]:
 def _ended_by_signals() -> Iterator[None]:
     """Inside, a signal ends this process at once, and with it its ranks, which are tied to it.
 
-    The launcher puts its own handlers in their place while it has ranks. Afterwards the exit status stands.
+    The launcher installs its own handlers while it has ranks. Afterwards signals are ignored: the exit status is set.
     """
 
     def stop(number: int, frame: object) -> NoReturn:
-        # Not an exception: while torch is imported there are places that swallow one, and the run would go on.
+        # Not an exception: importing torch may swallow one, and the run would go on.
         os._exit(128 + number)
 
     for number in STOPPING:

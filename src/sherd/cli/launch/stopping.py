@@ -10,7 +10,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Stopped(BaseException):
-    """A signal that ends the run. Not an `Exception`: nobody on the way out means it."""
+    """A signal that ends the run. Not an `Exception`, so that no handler swallows it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)

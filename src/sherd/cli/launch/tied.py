@@ -1,9 +1,9 @@
 """The first instructions of a rank: tie its life to that of the launcher, then become the command.
 
 The launcher runs this file by its path, in an interpreter that imports nothing else (`python -I -S`, 20 ms), because
-the kernel ends a process with its parent only if the process itself asks for that, and a hook of `subprocess` would
-run between fork and exec of a process that has threads. The process stays the same one: the script finds the pid, the
-arguments, the files and the environment that it would have found without this.
+the kernel ends a process with its parent only if the process itself asks for it, and a hook of `subprocess` would run
+between fork and exec of a process with threads. The process stays the same: the script sees the pid, arguments, files
+and environment that it would have seen without this.
 """
 
 from __future__ import annotations
