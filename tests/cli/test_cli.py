@@ -262,7 +262,8 @@ def test_options_after_the_script_are_the_scripts(here):
     result = sherd("run", "echo.py", "-n", "5", "--help", "--", "-m")
     assert (result.returncode, result.stdout) == (0, "['-n', '5', '--help', '--', '-m']\n")
     assert (
-        result.stderr == "sherd run: note: -n comes after the script, so it is passed to the script; options of sherd come before it\n"
+        result.stderr
+        == "sherd run: note: -n comes after the script, so it is passed to the script; options of sherd come before it\n"
     )
 
 
@@ -295,9 +296,7 @@ def test_the_first_rank_to_fail_is_named_after_its_own_traceback(here):
     assert traceback.startswith("[rank 1] Traceback (most recent call last):")
     assert traceback.count("Traceback") == 1
     assert traceback.endswith("ValueError: the weather is bad\n")
-    assert re.fullmatch(
-        r"sherd run: rank 1 failed first \(pid \d+\): exit code 1; see its output above\n", summary[0]
-    )
+    assert re.fullmatch(r"sherd run: rank 1 failed first \(pid \d+\): exit code 1; see its output above\n", summary[0])
     assert summary[1:] == ["sherd run: after it, ranks 0, 2: ended by SIGTERM\n"]
 
 
