@@ -185,7 +185,7 @@ def test_what_cannot_be_distributed_is_refused(strategy):
         ((model, model), "the same object twice"),
         ((model, sgd(model), sgd(model)), "takes one optimizer, found 2"),
         ((nn.DataParallel(model),), r"wrapped in torch's DataParallel; .*model\.module"),
-        ((model, sgd(other)), r"group 0 has at position 0 a parameter of shape \(7, 15\).*model.parameters\(\)"),
+        ((model, sgd(other)), r"group 0 has a parameter of shape \(7, 15\) at position 0.*model.parameters\(\)"),
         ((nn.Linear(3, 3, device="meta"),), "'weight' is on the meta device"),
         ((nn.LazyLinear(3),), "'weight' has no shape yet"),
     ]

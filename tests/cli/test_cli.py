@@ -261,10 +261,8 @@ def test_options_after_the_script_are_the_scripts(here):
     (here / "echo.py").write_text("import sys; print(sys.argv[1:])")
     result = sherd("run", "echo.py", "-n", "5", "--help", "--", "-m")
     assert (result.returncode, result.stdout) == (0, "['-n', '5', '--help', '--', '-m']\n")
-    assert (
-        result.stderr
-        == "sherd run: note: -n comes after the script, so it is passed to the script; options of sherd come before it\n"
-    )
+    note = "note: -n comes after the script, so it is passed to the script; options of sherd come before it"
+    assert result.stderr == f"sherd run: {note}\n"
 
 
 def test_a_full_disk_is_said_in_one_line(here):

@@ -100,7 +100,7 @@ def test_vision_trains_on_two_ranks_on_a_folder_of_images(here):
     pictures(here / "photos")
     done = run(*COMMAND, "train", "vision", "--ranks", "2", "--images", "photos", "--quiet", *NETWORK)
     assert done.returncode == 0, done.stderr
-    assert "18 images of 8 x 8 to learn from, 4 to be judged by" in done.stdout
+    assert "18 images of 8 x 8 to train on, 4 held out" in done.stdout
     assert done.stdout.count("held-out accuracy") == 2
     (folder,) = Path("runs").glob("vision-*")
     assert {"loss", "accuracy"} <= load(folder).steps[0].figures.keys()

@@ -253,7 +253,7 @@ def test_the_command_prints_where_the_page_is(folders, tmp_path, capsys, monkeyp
         ((), "Missing argument"),
         (("{empty}",), "no events in"),
         (("{empty}/nowhere",), "no events in"),
-        (("{run}", "{run}/"), "is named twice"),
+        (("{run}", "{run}/"), "is given twice"),
         (("{run}", "-o", "{empty}/file/x.html"), "cannot write"),
         (("{run}", "-o", "{empty}"), "it is a directory"),
         (("{wrong}",), "line 1: not a sherd event"),

@@ -1,4 +1,4 @@
-"""Where the ranks of a pool are, and how they find each other."""
+"""Where the ranks of a pool run, and how they find each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sherd.ranks.process import Process
 from sherd.testing import _fork
 
 
-class Place:
+class Location:
     """This machine. Subclasses put ranks elsewhere."""
 
     def start(self, rank: int, control: socket.socket) -> tuple[Process, tuple[()]]:
