@@ -13,6 +13,7 @@ from typing import TypeVar
 from torch.optim import Optimizer
 
 from sherd import data, observe
+from sherd.api.helpers.coordination import Failure, failure_of, raise_any
 from sherd.api.members import enrol, refuse_foreign
 from sherd.api.plan import Plan
 from sherd.api.recording import record
@@ -22,7 +23,7 @@ from sherd.data.restore import as_it_is
 from sherd.engine.assembly import assemble
 from sherd.engine.engine import Engine
 from sherd.engine.modules.sync_batch_norm import share_statistics
-from sherd.errors import CommError, ConfigError, SherdError
+from sherd.errors import CommError
 from sherd.patches import optimizer_object, schedulers
 
 T = TypeVar("T")
@@ -39,8 +40,7 @@ def carry_out(plan: Plan, comm: Communicator, undo: ExitStack) -> None:
 
 
 def together(comm: Communicator, do: Callable[[], T]) -> T:
-    """What `do` returns here, if it raised on no rank. What one rank refuses, all refuse: none is left waiting.
-    Collective.
+    """What `do` returns here, if it raised on no rank; else an error on all ranks, so that none waits. Collective.
 
     An interrupt concerns this rank alone: it is raised at once, and closing the communicator tells the others.
     """
@@ -48,17 +48,13 @@ def together(comm: Communicator, do: Callable[[], T]) -> T:
         made = do()
     except Exception as error:
         with suppress(CommError):  # it may be what failed, or the others are in another call and fail there
-            _tell(comm, (isinstance(error, ConfigError), f"{type(error).__name__}: {error}"))
+            _tell(comm, failure_of(error))
         raise
-    for rank, theirs in enumerate(_tell(comm, None)):
-        if theirs is not None:
-            by_choice, why = theirs
-            kind = ConfigError if by_choice else SherdError
-            raise kind(f"rank {comm.rank}: sherd.distribute failed on rank {rank}, and therefore on all ranks: {why}")
+    raise_any(comm, "sherd.distribute", _tell(comm, None))
     return made
 
 
-def _tell(comm: Communicator, mine: tuple[bool, str] | None) -> list[tuple[bool, str] | None]:
+def _tell(comm: Communicator, mine: Failure | None) -> list[Failure | None]:
     with labelled("sherd.distribute"), comm.counters.agreeing():
         return comm.all_gather_object(mine)
 

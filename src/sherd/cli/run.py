@@ -56,16 +56,7 @@ def run(
     if ranks == 1 and not quiet and (late := next((word for word in arguments or () if word in LATE), None)):
         say(f"note: {late} comes after the script, so it is passed to the script; options of sherd come before it")
     words = [*(["-m"] if module else []), script, *(arguments or [])]
-    showing = Showing(
-        log_dir=_path(log_dir),
-        events=_path(events),
-        csv=_path(csv),
-        tensorboard=_path(tensorboard),
-        live=live and not quiet,
-        quiet=quiet,
-        label=label,
-        attended=attended,
-    )
+    showing = Showing(*_paths(log_dir, events, csv, tensorboard), live and not quiet, quiet, label, attended)
     if layers and not (showing.needs_events or showing.events or os.environ.get("SHERD_EVENTS")):
         raise ConfigError("--layers adds to the events; also write --events DIR, --live, --csv or --tensorboard")
     if hosts is not None:
@@ -97,14 +88,7 @@ def run_command(
     from the main thread: it handles signals until it returns, and sets environment variables. Bad input raises
     `ConfigError`.
     """
-    showing = Showing(
-        log_dir=_path(log_dir),
-        events=_path(events),
-        csv=_path(csv),
-        tensorboard=_path(tensorboard),
-        live=live and not quiet,
-        quiet=quiet,
-    )
+    showing = Showing(*_paths(log_dir, events, csv, tensorboard), live and not quiet, quiet)
     before = {number: signal.getsignal(number) for number in STOPPING}
     try:
         return _run(list(command), ranks, showing, strategy, layers, (1, 0, "", 29500, None, 600))
@@ -162,8 +146,9 @@ def _check_local(python: str | None, ssh: str | None) -> None:
         raise ConfigError("--ssh is for --hosts; also write the hosts, such as --hosts a,b")
 
 
-def _path(text: str | os.PathLike[str] | None) -> Path | None:
-    return None if text is None else Path(text)
+def _paths(*texts: str | os.PathLike[str] | None) -> tuple[Path | None, Path | None, Path | None, Path | None]:
+    log_dir, events, csv, tensorboard = (None if text is None else Path(text) for text in texts)
+    return log_dir, events, csv, tensorboard
 
 
 def _check_nodes(nnodes: int, node_rank: int, master_addr: str | None, standalone: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import io
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any, TypeVar
@@ -19,6 +20,8 @@ from sherd.comm.waiting.patience import without_limit
 from sherd.errors import CommError, ConfigError, SherdError
 
 T = TypeVar("T")
+Failure = tuple[bool, str]
+"""Whether an error is a `ConfigError`, and its message: what ranks tell each other of it."""
 
 
 def barrier() -> None:
@@ -95,20 +98,28 @@ class _MainFirst:
         elif isinstance(error, Exception):  # an interrupt concerns this rank alone; the others notice when it exits
             # Other first ranks may take long. If the others are in another call, they fail there.
             with without_limit(), suppress(CommError):
-                self._tell((isinstance(error, ConfigError), f"{type(error).__name__}: {error}"))
+                self._tell(failure_of(error))
 
     def _agree(self) -> None:
         """Find out whether the first ranks succeeded."""
         with without_limit():
             everybody = self._tell(None)
-        for other, why in enumerate(everybody):
-            if why is not None:
-                refused = ConfigError if why[0] else SherdError
-                here = f"rank {self._comm.rank}: sherd.main_first failed on rank {other}"
-                raise refused(f"{here}, and therefore on all ranks: {why[1]}")
+        raise_any(self._comm, "sherd.main_first", everybody)
 
-    def _tell(self, mine: tuple[bool, str] | None) -> list[tuple[bool, str] | None]:
+    def _tell(self, mine: Failure | None) -> list[Failure | None]:
         return exchange(self._comm, "sherd.main_first", mine)
+
+
+def failure_of(error: Exception) -> Failure:
+    return isinstance(error, ConfigError), f"{type(error).__name__}: {error}"
+
+
+def raise_any(comm: Communicator, what: str, failures: Sequence[Failure | None]) -> None:
+    """Raise the first failure of any rank here too, if there is one."""
+    for other, failure in enumerate(failures):
+        if failure is not None:
+            kind = ConfigError if failure[0] else SherdError
+            raise kind(f"rank {comm.rank}: {what} failed on rank {other}, and therefore on all ranks: {failure[1]}")
 
 
 def exchange(comm: Communicator, what: str, mine: Any) -> list[Any]:
