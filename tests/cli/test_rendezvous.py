@@ -162,7 +162,7 @@ def test_machines_with_different_tokens(port, seals, capfd):
 
 def test_what_a_stranger_writes_is_ignored(port, capfd):
     """Garbage at every key, before and while the machines meet; what looks right carries no seal."""
-    stop = threading.Event()
+    stop, written = threading.Event(), threading.Event()
     keys = [PLAN, OFF, FAULT, "sherd/launch/machine/1", "sherd/launch/end/0", "sherd/launch/end/1"]
 
     def stranger():
@@ -176,13 +176,15 @@ def test_what_a_stranger_writes_is_ignored(port, capfd):
                     json.dumps({"why": "x", "all": []}),
                 ):
                     store.set(key, value)
+            written.set()
             stop.wait(0.3)
 
     thread = threading.Thread(target=stranger)
     with ThreadPoolExecutor(1) as pool:
         master = pool.submit(attend, request(port))
         thread.start()
-        time.sleep(0.5)
+        assert written.wait(20)
+        time.sleep(0.5)  # for machine 0 to look at it
         stop.set()
         thread.join()
         other = attend(request(port, 1))

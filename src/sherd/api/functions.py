@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sherd.api.description import described
 from sherd.api.members import engine_of
 from sherd.api.training import training_of
+from sherd.engine.gradients.sharded_gradient import ShardedGradient
 from sherd.errors import ConfigError
 
 
@@ -27,11 +28,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def full_grad(parameter: Tensor) -> Tensor | None:
-    """The whole gradient of a parameter over all ranks, the same as `parameter.grad`. Collective under ZeRO.
+    """The gradient of a parameter over all ranks, as a plain tensor with all its elements. Collective under ZeRO.
 
     In-place changes to it count: they are written back before the step.
     """
-    return parameter.grad
+    gradient = parameter.grad
+    return gradient.whole if isinstance(gradient, ShardedGradient) else gradient
 
 
 def weigh(model: nn.Module, weight: float) -> None:

@@ -16,7 +16,7 @@ from sherd.engine.buckets.exchange import Exchange, ReplicaExchange, SliceExchan
 from sherd.engine.buckets.inventory import Inventory
 from sherd.engine.choices import AccumulateAt, Choices, Gradients, Parameters
 from sherd.engine.engine import Engine, Parts
-from sherd.engine.gradients.access import GatheredGrads, GradAccess, NativeGrads
+from sherd.engine.gradients.access import GradAccess, ShardedAccess, WholeAccess
 from sherd.engine.gradients.gradient import Window
 from sherd.engine.optimizer.elementwise import own_collective, why_not_elementwise
 from sherd.engine.optimizer.shard import OptimizerShard
@@ -97,14 +97,13 @@ def assemble(
     mesh = Mesh.cut(comm, choices.shard_over)
     undo.callback(mesh.close)
     undo.callback(tensors_as_they_are((*inventory.parameters, *inventory.buffers)))
-    window = Window(options.accumulate)
     parts = Parts(
         mesh=mesh,
         buckets=buckets,
         store=_STORES[choices.parameters](mesh, inventory, buckets),
         exchange=_EXCHANGES[choices.gradients](comm, numel, inventory.device),
-        access=_access(comm, choices, window),
-        window=window,
+        access=_access(comm, choices),
+        window=Window(options.accumulate),
         adds_up_here=choices.accumulate_at is AccumulateAt.RANK,
     )
     engine = Engine(comm, inventory, options, optimizer, parts)
@@ -114,10 +113,8 @@ def assemble(
     return engine
 
 
-def _access(comm: Communicator, choices: Choices, window: Window) -> GradAccess:
-    if choices.gradients is Gradients.REPLICAS:
-        return NativeGrads()
-    return GatheredGrads(comm, lambda: window.complete)
+def _access(comm: Communicator, choices: Choices) -> GradAccess:
+    return WholeAccess() if choices.gradients is Gradients.REPLICAS else ShardedAccess(comm)
 
 
 def _updater(optimizer: Optimizer, choices: Choices, engine: Engine) -> WholeOptimizer | OptimizerShard:

@@ -46,6 +46,8 @@ from sherd.patches import backward
 
 log = logging.getLogger("sherd")
 
+_ALIKE = "Set and edit p.grad alike on every rank"
+
 
 class State(enum.Enum):
     """What the engine is in the middle of."""
@@ -116,6 +118,8 @@ class Engine:
         self._optimizer = optimizer
         self._adds_up_here = parts.adds_up_here
         self._uniform = False  # whether every rank used every parameter in the last round
+        # Where ranks do not each have a copy, they compare what was edited before every update.
+        self._looks_in_backward = not parts.store.compares_edits
         self._learned = False  # whether the launch order is that of rank 0's gradients
         self._train(self.buckets.parameters)
 
@@ -139,11 +143,11 @@ class Engine:
         """An outermost backward begins, of this model or of another."""
         if self.round.state is round.State.FAILED:
             return  # other models of this process may go on
-        self.round.move(round.State.OPEN)
         self._unfreeze_if_asked()
-        self.access.hide(self.buckets)  # autograd must find nothing to add to
+        self.access.hide(self.buckets, self.window.complete)  # autograd must find nothing to add to
         if not self.window.open and not any(member.used or member.used_here for member in self.buckets.parameters):
             self.gradient.restart(self.buckets)  # somebody dropped it all: model.zero_grad()
+        self.round.move(round.State.OPEN)
 
     def arrive(self, member: TrackedParameter, gradient: Tensor) -> None:
         """Take a gradient that autograd made."""
@@ -163,7 +167,7 @@ class Engine:
             )
         if self.state is State.BROKEN:
             self.torn.refuse("this backward")
-        if not self.unchanged.compares:  # else ranks compare what was edited before the update
+        if self._looks_in_backward:
             self.unchanged.check()
         round.refuse_other_hooks(self.inventory.members, self.comm.rank)
         self.gradient.add(self.buckets)
@@ -259,7 +263,7 @@ class Engine:
         if edited:
             for bucket in edited:
                 bucket.measure()
-            with labelled(f"what was done to p.grad before step {self.steps}"):
+            with labelled(f"what was done to p.grad before step {self.steps}", _ALIKE):
                 self.gradient.finite = agree_on_edits(
                     self.comm, self.buckets, self.access.seen, self.access.assigned, self.steps
                 )

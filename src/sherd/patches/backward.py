@@ -34,7 +34,7 @@ class Listener(Protocol):
         """It is over; every gradient hook has been called."""
 
     def abandon_round(self, error: BaseException) -> None:
-        """It failed."""
+        """It failed, perhaps before it began."""
 
 
 Recorder = Callable[[Any], AbstractContextManager[Any]]
@@ -100,10 +100,10 @@ def _wrapped(original: Callable[..., None]) -> Callable[..., None]:
     def outermost(*args: Any, **options: Any) -> None:
         # One counter for the process: an inner backward may run in a thread of the autograd engine.
         global _depth
-        for listener in _alive():
-            listener.begin_round()
         _depth += 1
         try:
+            for listener in _alive():
+                listener.begin_round()
             original(*args, **options)
         except BaseException as error:
             for listener in _alive():

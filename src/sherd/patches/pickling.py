@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
 
-from sherd.patches.gathered import GatheredParameter, GatheredView, ShardedParameter
+from sherd.patches.gathered import GatheredParameter, GatheredView
 
 RELIES_ON = {
     "multiprocessing.reduction:ForkingPickler.register": "type reduce",
     "multiprocessing.reduction:ForkingPickler._extra_reducers": None,
     "torch.multiprocessing.reductions:reduce_tensor": "tensor",
 }
-_KINDS = (nn.Parameter, ShardedParameter, GatheredParameter, GatheredView)
+_KINDS = (nn.Parameter, GatheredParameter, GatheredView)
 _reducers: dict[type[Any], Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
 _before: dict[type[Any], Any] = {}
 _is_ours: Callable[[Any], bool]

@@ -144,7 +144,7 @@ ASKED = {"SHERD_KEEP_FREED_MEMORY": "1"}
 @pytest.mark.pure
 def test_freed_memory_is_nobodys_business_unless_asked(monkeypatch):
     monkeypatch.delenv("SHERD_KEEP_FREED_MEMORY", raising=False)
-    monkeypatch.setattr(heap, "_keep_freed_memory", lambda: pytest.fail("nobody has asked"))
+    monkeypatch.setattr(heap, "_set_limits", lambda *_, **__: pytest.fail("nobody has asked"))
     heap.install()
 
 

@@ -90,12 +90,11 @@ def communicating():
 
 def check(optimizer, strategy, c):
     """What `distribute` asks, without what is collective about it."""
-    from sherd.api.updaters import check_optimizer
-
+    from sherd.engine.assembly import check_optimizer
     from sherd.strategies import resolve
 
     chosen = resolve(strategy)
-    check_optimizer(optimizer, chosen.choose(c, torch.device("cpu")), chosen)
+    check_optimizer(optimizer, chosen.choose(c, torch.device("cpu")), chosen.name)
 
 
 def test_an_optimizer_that_communicates_is_named_and_nothing_is_sent(ranks):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sherd.engine.buckets.rooms import Rooms
+from sherd.engine.buckets.exchange import Exchange, Rooms
 from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.errors import SherdError
 from sherd.layout import slicing
@@ -27,7 +27,6 @@ from sherd.layout.placement import BLOCK
 from sherd.layout.slicing import FlatBucket, Segment
 
 if TYPE_CHECKING:
-    from sherd.engine.buckets.exchange import Exchange
     from sherd.engine.buckets.ring import Reductions
 
 

@@ -25,7 +25,6 @@ from sherd.engine.buckets.ring import Reductions
 from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.parameters.isolation import bypass_torch_function
 from sherd.errors import SherdError
-from sherd.patches.gathered import raw_grad, set_raw_grad
 
 log = logging.getLogger("sherd")
 
@@ -194,10 +193,10 @@ def hook(member: TrackedParameter, rank: int, arrive: Callable[[TrackedParameter
 
     def take(parameter: Tensor) -> None:
         nonlocal warned
-        gradient, arrived, known = raw_grad(parameter), method(), tracked()
+        gradient, arrived, known = parameter.grad, method(), tracked()
         if gradient is None or arrived is None or known is None:
             return
-        set_raw_grad(parameter, None)
+        parameter.grad = None
         if gradient.requires_grad:
             raise SherdError(
                 f"rank {rank}: backward(create_graph=True) on a distributed model would lose the graph of its "

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from sherd.data.restore import as_it_is
 from sherd.engine.parameters.isolation import bypass_torch_function
-from sherd.patches.gathered import raw_grad, set_raw_grad
 
 
 def tensors_as_they_are(tensors: Iterable[Tensor]) -> Callable[[], None]:
@@ -29,7 +28,7 @@ def tensors_as_they_are(tensors: Iterable[Tensor]) -> Callable[[], None]:
 
 def _as_it_is(tensor: Any) -> Callable[[], None]:
     own, data = as_it_is(tensor), tensor.data
-    gradient, hooks = (raw_grad(tensor), tensor._post_accumulate_grad_hooks) if tensor.requires_grad else (None, None)
+    gradient, hooks = (tensor.grad, tensor._post_accumulate_grad_hooks) if tensor.requires_grad else (None, None)
     inside = {} if hooks is None else dict(hooks)
 
     def restore() -> None:
@@ -39,7 +38,7 @@ def _as_it_is(tensor: Any) -> Callable[[], None]:
                 tensor.data = data
             if not tensor.requires_grad:
                 return
-            set_raw_grad(tensor, gradient)
+            tensor.grad = gradient
             if hooks is not None:
                 hooks.clear()
                 hooks.update(inside)

@@ -1,0 +1,132 @@
+"""`p.grad` where a rank keeps only a part of the gradient: a tensor without elements, gathered when it is used.
+
+It stands in `p.grad` itself, so that `p.grad is None`, `zero_grad()` and everything else that asks no elements costs
+nothing. Whatever else torch is asked to do with it is done with the whole gradient, which all ranks gather together.
+Multiplying it by a number changes only what this rank keeps, and needs nobody.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sherd.engine.buckets.tracked import TrackedParameter
+from sherd.engine.parameters.isolation import bypass_torch_function
+from sherd.errors import SherdError
+
+_T = torch.Tensor
+_METADATA: frozenset[Any] = frozenset(
+    getattr(_T, name)
+    for name in (
+        *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "itemsize"),
+        *("is_cpu", "is_cuda", "is_mps", "is_xpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized"),
+        *("is_mkldnn", "is_nested", "nbytes", "_version", "output_nr", "name"),
+    )
+)
+_ASKING: frozenset[Any] = frozenset(
+    {
+        *(_T.size, _T.stride, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.element_size, _T.get_device, _T.__len__),
+        *(_T.is_contiguous, _T.is_floating_point, _T.is_complex, _T.is_signed, _T.requires_grad_, _T.is_same_size),
+        *(torch.numel, torch.is_complex, torch.is_floating_point, torch.is_same_size, _T.is_inference),
+    }
+)
+"""Calls that read no elements."""
+_SCALING: dict[Any, str] = {
+    **dict.fromkeys((_T.mul_, _T.__imul__, _T.multiply_), "mul_"),
+    **dict.fromkeys((_T.div_, _T.__itruediv__, _T.divide_, _T.true_divide_), "div_"),
+    _T.zero_: "zero_",
+}
+"""Calls that can be made of a part, if the other operand is a number."""
+
+
+class Source(Protocol):
+    """Who has the gradient."""
+
+    def read(self, member: TrackedParameter) -> Tensor:
+        """The whole gradient, to be read and written. Collective."""
+
+    def scale(self, member: TrackedParameter, how: str, by: tuple[Any, ...]) -> bool:
+        """Scale this rank's part of it; False if that has to be done to the whole."""
+
+
+class ShardedGradient(Tensor):
+    """The gradient of one parameter over all ranks."""
+
+    # Weak: the parameter holds its gradient where the garbage collector sees no cycle.
+    _member: weakref.ref[TrackedParameter]
+    _source: weakref.ref[Source] | None
+    _kept: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(cls: type[ShardedGradient], member: TrackedParameter, source: Source) -> ShardedGradient:
+        parameter = member.parameter
+        with bypass_torch_function():
+            gradient: ShardedGradient = _T._make_wrapper_subclass(
+                cls, member.entry.shape, strides=member.entry.strides, dtype=parameter.dtype, device=parameter.device
+            )
+        gradient._member, gradient._source = weakref.ref(member), weakref.ref(source)
+        return gradient
+
+    def keep(self, whole: Callable[[], Tensor]) -> None:
+        """A program keeps it beyond its time: what it is asked from now on, `whole` knows."""
+        self._source, self._kept = None, whole
+
+    @property
+    def whole(self) -> Tensor:
+        """All elements. Collective."""
+        if self._source is None:
+            return self._kept()
+        source, member = self._source(), self._member()
+        if source is None or member is None:
+            raise SherdError("this p.grad is gathered from all ranks, and the model that it belongs to is gone")
+        return source.read(member)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func in _ASKING or (getattr(func, "__name__", "") == "__get__" and func.__self__ in _METADATA):
+            with bypass_torch_function():
+                return func(*args, **options)
+        if func in _SCALING and args[0]._scaled(_SCALING[func], args[1:], options):
+            return args[0]
+        gathered = _gathered(args)
+        result = func(*gathered, **_gathered(options))
+        return args[0] if args and result is gathered[0] else result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*_gathered(args), **_gathered(kwargs or {}))
+
+    def _scaled(self, how: str, by: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        numbers = all(isinstance(each, int | float) or (type(each) is Tensor and not each.dim()) for each in by)
+        if self._source is None or not numbers or options:
+            return False
+        source, member = self._source(), self._member()
+        return source is not None and member is not None and source.scale(member, how, by)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy = memo.get(id(self))
+        if copy is None:
+            copy = memo[id(self)] = self.whole.clone()
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain: Any = self.whole.clone()
+        return plain.__reduce_ex__(protocol)
+
+
+def _gathered(things: Any) -> Any:
+    """The same with whole gradients, however deep in containers."""
+    if isinstance(things, ShardedGradient):
+        return things.whole
+    if isinstance(things, dict):
+        return {key: _gathered(thing) for key, thing in things.items()}
+    if type(things) in (tuple, list):
+        return type(things)(map(_gathered, things))
+    return things
