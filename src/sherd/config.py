@@ -71,8 +71,7 @@ class CommOptions(Options):
 
     transport: str = "auto"
     """What carries the data: "host" (shared memory between the ranks of one host), "cluster" (shared memory inside each
-    host, torch.distributed between hosts), "c10d" (torch.distributed), or "auto": the fastest that works for these
-    ranks."""
+    host, torch.distributed between hosts), "c10d" (torch.distributed), or "auto": the fastest that works."""
 
     group: int | None = None
     """G of the summation tree: sums run in rank order inside groups of G consecutive ranks, then in group order. None:
@@ -86,8 +85,7 @@ class CommOptions(Options):
     of `timeout` if that is less."""
 
     check: bool = True
-    """Compare a fingerprint of every call between the ranks, so that mismatched calls raise an error instead of giving
-    wrong results."""
+    """Compare a fingerprint of every call between the ranks, so that mismatched calls raise an error."""
 
     host: str | None = None
     """A label that overrides which ranks share a host: those with the same label. None: detected."""

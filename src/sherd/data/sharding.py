@@ -29,8 +29,7 @@ _known: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a loader is to be sharded. In a world of one it keeps its order and seeds, and its batches are only
-    counted."""
+    """How a loader is to be sharded. In a world of one it keeps its order and seeds, and is only counted."""
 
     loader: DataLoader[Any]
     batch: int | None

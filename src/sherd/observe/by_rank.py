@@ -10,8 +10,7 @@ from typing import Any
 
 
 class ByRank:
-    """What each rank reported, under the same names. A name that a rank did not report, or not as a number, is 0
-    there."""
+    """What each rank reported, under the same names. What a rank did not report, or not as a number, is 0."""
 
     __slots__ = ("_names", "_ranks", "_values")
 

@@ -171,8 +171,7 @@ class StepTable(Sequence[StepRow]):
 
     @property
     def tells_loss(self) -> bool:
-        """Whether the run reported a loss in any step. The roots of backwards may then be something else: see
-        `losses`."""
+        """Whether the run reported a loss in any step. The roots of backwards may then be something else."""
         return any(row.told_loss is not None for row in self._rows)
 
     @property

@@ -52,8 +52,7 @@ def task(
     extra: Mapping[str, str] | None = None,
     threads: int | None = None,
 ) -> bytes:
-    """The run as bytes. `call` is a pickled `(fn, args)`; torchrun's variables override `environ`, `extra` all of
-    them."""
+    """The run as bytes. `call` is a pickled `(fn, args)`; torchrun's variables override `environ`, `extra` both."""
     work = Task(
         call=call,
         environ={**environ, **_torchrun_environ(world_size, port)},

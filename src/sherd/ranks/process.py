@@ -201,8 +201,7 @@ def _await_exit(ranks: Sequence[Rank], patience: float) -> None:
 
 
 def _trimmed(thread: str) -> str:
-    """A thread's stack, innermost frame first, without the frames that called the function: they are always the
-    same."""
+    """A thread's stack, innermost frame first, without those that called the function: they never differ."""
     lines = thread.split("\n")
     ours = [index for index, line in enumerate(lines) if f'File "{worker.HERE}' in line]
     return "\n".join(lines[: ours[0]] if ours and ours[0] > 1 else lines)

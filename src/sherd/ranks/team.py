@@ -40,8 +40,7 @@ class Team:
         return results
 
     def clean(self, timeout: float) -> None:
-        """Have the ranks destroy their process group, once all have returned: leaving it earlier could fail the
-        others."""
+        """Have the ranks destroy their process group, now that all have returned: earlier it could fail others."""
         self._command(worker.CLEAN, "destroying the process group", timeout, {})
 
     def stop(self, timeout: float, dead: Mapping[int, int] | None = None) -> None:

@@ -47,8 +47,7 @@ class Task:
 
 
 def main(rank: int, control: socket.socket, parent: int) -> None:
-    """The life of a rank, from its start to STOP. `parent` is a pipe that carries nothing, and closes with the
-    parent."""
+    """The life of a rank, from its start to STOP. `parent` is a pipe that closes when the parent ends."""
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C in a terminal reaches idle ranks too, but is not for them
     _, (task, result, stacks), _, _ = socket.recv_fds(control, 1, 3)

@@ -12,8 +12,7 @@ MOST_COLUMNS = 3
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
-    """All plots of these runs. Curves of several runs share a plot; stacked quantities have one per run, side by
-    side."""
+    """All plots of these runs. Curves of several runs share a plot; stacked quantities have one per run."""
     columns = min(max(len(runs), 2), MOST_COLUMNS) if len(runs) != 4 else 2
     time = _each(runs, stacks.phases_over_time, stacks.phases_by_rank, stacks.waiting)
     memory = _each(runs, stacks.memory_by_host, stacks.memory_by_rank)

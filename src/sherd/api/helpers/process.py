@@ -74,8 +74,7 @@ def connect_for(options: CommOptions | None) -> Communicator:
 
 
 def distributed_over(comm: Communicator, accumulate: int, made_here: bool) -> None:
-    """`distribute` has succeeded. Helpers use its communicator, unless it is the user's, who may close it at any
-    time."""
+    """`distribute` has succeeded. Helpers use its communicator, unless it is the user's, who may close it."""
     global _kept, _kept_by, _spare, _last
     _last = Distributed(weakref.ref(comm), accumulate)
     if made_here:

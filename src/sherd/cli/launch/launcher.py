@@ -41,8 +41,7 @@ def run_ranks(ranks: Ranks, news: Newsroom) -> int:
 
 
 def _watch(ranks: Ranks, news: Newsroom) -> bool:
-    """Wait until all ranks have succeeded, here and elsewhere, or one has failed. Whether this machine has the
-    result."""
+    """Wait until all ranks have succeeded, here and elsewhere, or one has failed; whether that is for us to report."""
     heard: float | None = None
     while not ranks.failed:
         ranks.look()

@@ -68,8 +68,7 @@ class Ranks:
         return next(iter(self.running.items()), (self._meeting.first_rank, os.getpid()))
 
     def start(self) -> None:
-        """Start them through `tied`, so that they end with this process however it ends; this thread must not end
-        before."""
+        """Start them through `tied`, so that they end with this thread, however it ends."""
         tie = [sys.executable, "-I", "-S", tied.__file__, str(os.getpid())]
         for local in range(self._meeting.ranks):
             rank = self._meeting.first_rank + local

@@ -63,8 +63,7 @@ class Board:
         self._ask(lambda: _set(self.store, key, packed))
 
     def claim(self, key: str, before: bytes, news: News) -> bytes | None:
-        """Write if the present value is `before` (b"": none); what was written, or None if another machine was
-        first."""
+        """Write if the present value is `before` (b"": none); what was written, or None if another was first."""
         packed = self._packed(key, news)
         return packed if self._ask(lambda: _compare_set(self.store, key, before, packed)) == packed else None
 
