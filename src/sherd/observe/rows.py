@@ -58,14 +58,14 @@ class StepRow:
     layers: Mapping[str, LayerFigures] = field(default_factory=lambda: _NO_LAYERS)
 
     @property
-    def told_loss(self) -> float | None:
+    def reported_loss(self) -> float | None:
         """The loss passed to `sherd.log`, before or after the step; else what its closure returned."""
         return self.figures.get(LOSS, self.closure_loss)
 
     @property
     def loss(self) -> float | None:
         """The reported loss, else the mean root of its backwards."""
-        told = self.told_loss
+        told = self.reported_loss
         return self.root if told is None else told
 
     @property
@@ -170,18 +170,18 @@ class StepTable(Sequence[StepRow]):
         return _known((row.step, row.figures.get(name)) for row in self._rows)
 
     @property
-    def tells_loss(self) -> bool:
+    def reports_loss(self) -> bool:
         """Whether the run reported a loss in any step. The roots of backwards may then be something else."""
-        return any(row.told_loss is not None for row in self._rows)
+        return any(row.reported_loss is not None for row in self._rows)
 
     @property
     def loss_name(self) -> str:
         """The name of what `losses` returns."""
-        return LOSS if self.tells_loss or all(row.root is None for row in self._rows) else BACKWARD_LOSS
+        return LOSS if self.reports_loss or all(row.root is None for row in self._rows) else BACKWARD_LOSS
 
     def losses(self) -> tuple[list[int], list[float]]:
         """Steps and their losses. Only reported ones, if there are any: roots in between would mix two curves."""
-        return self.column("told_loss" if self.tells_loss else "root")
+        return self.column("reported_loss" if self.reports_loss else "root")
 
     @property
     def figure_names(self) -> list[str]:

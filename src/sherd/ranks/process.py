@@ -145,8 +145,7 @@ class Rank:
     def close(self) -> None:
         """Release the process, which has ended, and its files.
 
-        If the fork server died, the exit code was a guess; then this ends the process, because its parent's pipe
-        closes.
+        If the fork server died, the exit code was a guess; then closing its parent's pipe ends the process.
         """
         self._files.close()
         with contextlib.suppress(ValueError):  # still running after SIGKILL: nothing more can be done from here

@@ -14,7 +14,7 @@ def columns(row: StepRow) -> dict[str, float | int | None]:
     named: dict[str, float | int | None] = {
         "step": row.step,
         "time": row.t,
-        "loss": row.told_loss,
+        "loss": row.reported_loss,
         "root": row.root,
         "norm": row.norm,
         "lr": row.lr[0] if row.lr else None,

@@ -34,9 +34,9 @@ def loss(runs: Sequence[Run]) -> Panel | None:
 def _losses(run: Run, alone: bool) -> list[dict[str, Any]]:
     """The losses of a run, as `StepTable.losses` gives them: the reported ones if any, else those of its backwards."""
     steps = run.record.steps
-    told, name = steps.tells_loss, steps.loss_name
-    sparse = told and any(row.told_loss is None for row in steps)
-    traces = _curves([run], name, lambda row: row.told_loss if told else row.root, smooth=True, sparse=sparse)
+    told, name = steps.reports_loss, steps.loss_name
+    sparse = told and any(row.reported_loss is None for row in steps)
+    traces = _curves([run], name, lambda row: row.reported_loss if told else row.root, smooth=True, sparse=sparse)
     shown = name if alone else run.label if told else f"{run.label}: {name}"
     return [trace | {"name": shown} for trace in traces]
 
@@ -54,7 +54,7 @@ def figures(runs: Sequence[Run]) -> list[Panel]:
 
 def throughput(runs: Sequence[Run]) -> Panel | None:
     """Tokens per second if every run reports them, else samples."""
-    tokens = tells_tokens(runs)
+    tokens = reports_tokens(runs)
     unit = "tokens" if tokens else "samples"
     data = _curves(
         runs, f"{unit}/s", lambda row: row.tokens_per_second if tokens else row.samples_per_second, smooth=True
@@ -62,7 +62,7 @@ def throughput(runs: Sequence[Run]) -> Panel | None:
     return _panel(f"{unit.capitalize()} per second", "All ranks together.", data, axis(rangemode="tozero"), log=True)
 
 
-def tells_tokens(runs: Sequence[Run]) -> bool:
+def reports_tokens(runs: Sequence[Run]) -> bool:
     """Whether every run reported tokens, so that runs can be compared by them."""
     return all(any(row.tokens_per_second for row in run.record.steps) for run in runs)
 

@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from sherd.observe.messages import Message, TextSample
-from sherd.report.curves import tells_tokens
+from sherd.report.curves import reports_tokens
 from sherd.report.panels import Panel, Run, Section
 from sherd.report.summary import details, key_figures, state, subtitle
 from sherd.report.wording import UNKNOWN, counted, of_ranks
@@ -82,13 +82,13 @@ def _header(title: str, runs: Sequence[Run]) -> str:
 
 
 def _tiles(run: Run) -> str:
-    told = key_figures(run.record, tells_tokens([run]))
+    told = key_figures(run.record, reports_tokens([run]))
     tiles = [f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in told.items()]
     return f'<dl class="tiles">{"".join(tiles)}</dl>'
 
 
 def _comparison(runs: Sequence[Run]) -> str:
-    figures = [key_figures(run.record, tells_tokens(runs)) for run in runs]
+    figures = [key_figures(run.record, reports_tokens(runs)) for run in runs]
     names = list(dict.fromkeys(name for told in figures for name in told))
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     lines = []

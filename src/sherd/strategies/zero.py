@@ -17,8 +17,7 @@ from sherd.strategies.registry import register
 class ZeRO(Strategy):
     """Every rank updates the slices that it owns, with its part of the optimizer state.
 
-    On one host there is one copy of the parameters, in memory that its ranks share, at every stage: updates need no
-    communication.
+    On one host its ranks share one copy of the parameters at every stage: updates need no communication.
     """
 
     stage: int = 2
