@@ -23,7 +23,7 @@ from rich.table import Table
 import sherd
 from benchmarks.gpt import SIZES, Gpt, batch
 from benchmarks.training import RESULTS
-from sherd.api.recording import StepRecorder
+from sherd.api.recording.steps import StepRecorder
 from sherd.api.training import training_of
 from sherd.observe import monitor
 from sherd.observe.monitor import RunMonitor

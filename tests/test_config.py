@@ -95,7 +95,7 @@ def test_every_way_in_refuses_an_unknown_name_and_suggests_the_nearest():
 
 
 def test_positional_values_are_refused():
-    with pytest.raises(ConfigError, match="takes its options by name; found the positional value 'host'"):
+    with pytest.raises(ConfigError, match="takes its options by keyword; found the positional value 'host'"):
         CommOptions("host")  # type: ignore[misc]
 
 
@@ -157,7 +157,7 @@ def test_comm_defaults():
         ({"timeout": 5, "warn_after": 30}, "warn_after=30.0 must be less than timeout=5.0.*write warn_after=0.5"),
         ({"warn_after": -1}, "warn_after=-1.0 must be"),
         ({"check": 1}, "check=1 must be of type bool, not int"),
-        ({"host": " "}, "host=' ' must be a label that is not empty"),
+        ({"host": " "}, "host=' ' must be a non-empty label"),
         ({"chunk_bytes": 5000}, "write chunk_bytes=8192"),
         ({"chunks": 0}, "chunks=0 must be at least 1"),
     ],

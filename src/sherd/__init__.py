@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         weigh,
         world,
     )
-    from sherd.api.log import log
+    from sherd.api.helpers.log import log
     from sherd.ranks import launch
     from sherd.strategies import DDP, Strategy, ZeRO
 

@@ -1,7 +1,7 @@
 """Frozen, validated options: the base of every option class, and the communicator's options.
 
-An option class is a frozen, keyword-only dataclass under `Options`. Building one checks the names, then the types (read
-from the annotations), then whatever its `validate()` says about ranges, so that an object that exists is right:
+An option class is a frozen, keyword-only dataclass derived from `Options`. Building one checks the names, then the
+types (from the annotations), then the ranges (in its `validate()`), so that every existing object is valid:
 
     @dataclass(frozen=True, kw_only=True)
     class ExampleOptions(Options):
@@ -33,12 +33,12 @@ CHUNK_ALIGNMENT = 4096
 
 
 class Options:
-    """The base of frozen option classes: unknown names, wrong types and bad values are a `ConfigError` when built."""
+    """The base of frozen option classes: unknown names, wrong types and bad values raise `ConfigError`."""
 
     def __new__(cls, *args: object, **options: object) -> Self:
-        # Checked here because the dataclass's own __init__ would answer a misspelt name with a bare TypeError.
+        # Checked here because the dataclass's own __init__ would raise a bare TypeError for a misspelt name.
         if args:
-            raise ConfigError(f"{cls.__name__} takes its options by name; found the positional value {args[0]!r}")
+            raise ConfigError(f"{cls.__name__} takes its options by keyword; found the positional value {args[0]!r}")
         _refuse_unknown(cls, options)
         return super().__new__(cls)
 
@@ -48,57 +48,57 @@ class Options:
         self.validate()
 
     def validate(self) -> None:
-        """Check ranges and combinations; the types are right already. Subclasses override it."""
+        """Check ranges and combinations; the types are already checked. Subclasses override it."""
 
     def replace(self, **changes: Any) -> Self:
         """The same options with some changed, validated again."""
         return type(self)(**{**self.to_dict(), **changes})
 
     def to_dict(self) -> dict[str, Any]:
-        """Option names and values, in the order of their declaration: what `from_dict` takes."""
+        """Option names and values in declaration order, as `from_dict` takes them."""
         return {name: getattr(self, name) for name in _names(type(self))}
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Self:
-        """Build from names and values; an absent name keeps its default."""
+        """Build from names and values; missing names keep their defaults."""
         _refuse_unknown(cls, options)
         return cls(**options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommOptions(Options):
-    """How ranks talk to each other."""
+    """How ranks communicate."""
 
     transport: str = "auto"
-    """Who carries the bytes: "host" (memory shared by the ranks of one host), "cluster" (that inside each of several
-    hosts, torch.distributed across), "c10d" (torch.distributed), or "auto": the fastest that works for these ranks."""
+    """What carries the data: "host" (shared memory between the ranks of one host), "cluster" (shared memory inside each
+    host, torch.distributed between hosts), "c10d" (torch.distributed), or "auto": the fastest that works."""
 
     group: int | None = None
-    """G of the summation tree: sums are taken in rank order inside groups of G consecutive ranks, then in group order.
-    None: the ranks per host."""
+    """G of the summation tree: sums run in rank order inside groups of G consecutive ranks, then in group order. None:
+    the number of ranks per host."""
 
     timeout: float = 1800.0
-    """Seconds until a rank that does not come is an error."""
+    """Seconds to wait for a rank to reach a call before raising an error."""
 
     warn_after: float | None = None
-    """Seconds until a rank that does not come gets a warning with its name; shorter than `timeout`. None: 30 s, or a
-    third of `timeout` where that is shorter."""
+    """Seconds to wait for a rank to reach a call before a warning names it; less than `timeout`. None: 30 s, or a third
+    of `timeout` if that is less."""
 
     check: bool = True
-    """Compare a fingerprint of every call between the ranks, so that different calls are an error and not garbage."""
+    """Compare a fingerprint of every call between the ranks, so that mismatched calls raise an error."""
 
     host: str | None = None
-    """A label that overrides which ranks share a host: ranks with the same label do. None: found out."""
+    """A label that overrides which ranks share a host: those with the same label. None: detected."""
 
     order: str = "tree"
-    """"tree" sums in the order of the summation tree; "transport" gives it up for the backend's own order."""
+    """"tree" sums in the order of the summation tree; "transport" in the backend's own order."""
 
     chunk_bytes: int = 1 << 20
-    """Bytes of one staging chunk of the host transport: a multiple of 4096."""
+    """Bytes of a staging chunk of the host transport: a multiple of 4096."""
 
     chunks: int = 2
-    """Staging chunks per rank of the host transport: how far a stream may run ahead of its readers. Few stay in the
-    cache."""
+    """Staging chunks per rank of the host transport: how far a writer may run ahead of its readers. A small number
+    stays in the cache."""
 
     def validate(self) -> None:
         one_of(self, "transport", TRANSPORTS)
@@ -110,7 +110,7 @@ class CommOptions(Options):
             expected = f"less than timeout={self.timeout!r}, or no warning would ever come"
             refuse(self, "warn_after", expected, f"warn_after={self.timeout / 10:g}")
         if self.host is not None and not self.host.strip():
-            refuse(self, "host", "a label that is not empty, or None", 'host="a"')
+            refuse(self, "host", "a non-empty label, or None", 'host="a"')
         multiple_of(self, "chunk_bytes", CHUNK_ALIGNMENT)
         at_least(self, "chunks", 1)
 
@@ -123,7 +123,7 @@ class CommOptions(Options):
     def from_env(cls, **overrides: Any) -> Self:
         """Options from SHERD_TRANSPORT, SHERD_TIMEOUT, SHERD_WARN_AFTER, SHERD_HOST and SHERD_CHECK.
 
-        What is passed here wins over the environment; an empty variable counts as not set.
+        Arguments override the environment; an empty variable counts as unset.
         """
         _refuse_unknown(cls, overrides)
         found: dict[str, str] = {}
@@ -145,35 +145,35 @@ class CommOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(Options):
-    """What a step is, whatever the strategy."""
+    """What a step is, under any strategy."""
 
     accumulate: int = 1
-    """Every K-th `step()` is the real one; gradients of the backwards in between are added up."""
+    """Every K-th `step()` is a real one; gradients of the backwards in between accumulate."""
 
     accumulate_at: str | None = None
-    """Where they are added up: on the "rank" that made them (one exchange per step) or at the "owner" of each slice (an
-    exchange per backward, no room for a local gradient). None: what suits the strategy, "rank" for ddp and zero1 and
-    "owner" for zero2 and zero3. The two round differently: strategies give the same bits where it is the same."""
+    """Where they accumulate: on the "rank" that computed them (one exchange per step) or at the "owner" of each slice
+    (one exchange per backward, no memory for a local gradient). None: "rank" for ddp and zero1, "owner" for zero2 and
+    zero3. The two round differently: strategies with the same value give the same bits."""
 
     clip_norm: float | None = None
     """Scale the gradient of every step so that its 2-norm is at most this."""
 
     nonfinite: str = "skip"
-    """What to do about NaN or infinite gradients: "skip" the step on every rank, "raise", or "allow" it."""
+    """What to do about NaN or infinite gradients: "skip" the step on every rank, "raise", or "allow" them."""
 
     loss_reduction: str = "mean"
-    """Whether the loss is a "mean" over its batch, so that gradients are averaged, or a "sum": they are added."""
+    """Whether the loss is the "mean" over its batch, so that gradients are averaged, or the "sum": they are added."""
 
     sync_buffers: str = "mean"
-    """What happens at each step to buffers that changed, such as running statistics: those of floats become the "mean"
-    over the ranks and others rank 0's, all become those of the "leader", rank 0, or "none" is touched."""
+    """How buffers that changed, such as running statistics, are synchronised at each step: "mean" averages
+    floating-point buffers and takes others from rank 0, "leader" takes all from rank 0, "none" leaves them alone."""
 
     bucket_bytes: int | None = None
-    """Bytes of gradients that are reduced together. None: a share of the model, at most 2 MB."""
+    """Bytes of gradients that are reduced together. None: a fraction of the model, at most 2 MB."""
 
     check: str = "versions"
-    """Which edits of parameters are found where every rank has a copy: those that torch's "versions" show, or all
-    "edits", by checksums, which are then compared before each update. Where ranks share a copy all are found anyway."""
+    """Which edits of parameters are detected where every rank has a copy: those that change torch's "versions", or all
+    "edits", by checksums that are compared before each update. Where ranks share a copy all are detected."""
 
     def validate(self) -> None:
         at_least(self, "accumulate", 1)
@@ -192,12 +192,12 @@ class LoaderOptions(Options):
     """How a loader is sharded."""
 
     global_batch: int | None = None
-    """Samples that a step takes on all ranks together. It sets the loader's batch size, which is per rank and backward.
-    None: the loader keeps its own."""
+    """Samples per step on all ranks together. It sets the loader's batch size, which is per rank and backward. None:
+    the loader keeps its own."""
 
     iterable: str | None = None
-    """What an IterableDataset gives to each rank: the whole stream, so that its batches are to be "split" among the
-    ranks, or a part of its own: it is "sharded" already. None: there is no such dataset, or it is refused."""
+    """What an IterableDataset yields on each rank: the whole stream, so that its batches are to be "split" among the
+    ranks, or that rank's own part, because it is "sharded" already. None: such a dataset is refused."""
 
     def validate(self) -> None:
         at_least(self, "global_batch", 1)
@@ -205,11 +205,11 @@ class LoaderOptions(Options):
             one_of(self, "iterable", ("split", "sharded"))
 
 
-# Validators: each takes the options and the name of one of them, so that a message can show both.
+# Validators: each takes the options and the name of one, so that its message can show both.
 
 
 def refuse(options: Options, name: str, expected: str, write: str | None = None) -> NoReturn:
-    """Raise the `ConfigError` of an option: what was found, what was expected, what to write instead."""
+    """Raise a `ConfigError` about an option: what was found, what was expected, what to write instead."""
     advice = f"; write {write}" if write else ""
     raise ConfigError(f"{type(options).__name__}: {name}={getattr(options, name)!r} must be {expected}{advice}")
 
@@ -222,7 +222,7 @@ def positive(options: Options, name: str) -> None:
 
 
 def at_least(options: Options, name: str, least: float) -> None:
-    """The option is a finite number that is not below `least`, or None."""
+    """The option is a finite number of at least `least`, or None."""
     value = getattr(options, name)
     if value is not None and not (math.isfinite(value) and value >= least):
         refuse(options, name, f"at least {least}")
@@ -243,7 +243,7 @@ def one_of(options: Options, name: str, valid: Collection[str]) -> None:
         raise ConfigError(f"{type(options).__name__}: unknown {name}={value!r}; {nearest(value, valid)}")
 
 
-# How an environment variable's text becomes a value.
+# Parsers of environment variables.
 
 
 def _text(variable: str, text: str) -> str:
@@ -258,7 +258,7 @@ def _seconds(variable: str, text: str) -> float:
 
 
 def flag_from_env(variable: str, default: bool) -> bool:
-    """0 or 1 in the environment; the default where it is not set or empty."""
+    """0 or 1 in the environment; the default if it is unset or empty."""
     text = os.environ.get(variable, "")
     return _flag(variable, text) if text else default
 
@@ -278,7 +278,7 @@ _FROM_ENV: dict[str, Callable[[str, str], object]] = {
 }
 
 
-# Names and types, from the dataclass itself.
+# Names and types, read from the dataclass.
 
 
 def _names(cls: type[Options]) -> tuple[str, ...]:
@@ -297,16 +297,16 @@ def _refuse_unknown(cls: type[Options], names: Iterable[object]) -> None:
 
 
 def _check_type(options: Options, name: str, hint: Any) -> None:
-    """Refuse a value that its annotation does not admit; an int where a float belongs becomes one."""
+    """Refuse a value that its annotation does not allow; an int where a float belongs is converted."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = tuple(typing.get_origin(kind) or kind for kind in (typing.get_args(hint) if union else (hint,)))
     if Any in kinds or not all(isinstance(kind, type) for kind in kinds):
-        return  # Any, Literal and their like: left to validate()
+        return  # Any, Literal and the like: left to validate()
     value = getattr(options, name)
     if type(value) is int and float in kinds and int not in kinds:
         object.__setattr__(options, name, float(value))
         return
-    # bool is a subclass of int, but True is no count: it is a mistake in the order of two options.
+    # bool is a subclass of int, but True is not a count; it is probably meant for another option.
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         wanted = " or ".join("None" if kind is types.NoneType else kind.__name__ for kind in kinds)
         refuse(options, name, f"of type {wanted}, not {type(value).__name__}")

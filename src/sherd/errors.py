@@ -2,10 +2,10 @@
 
     SherdError
     |- ConfigError             an option, a name or an argument that cannot be right
-    |- CommError               something between the ranks
+    |- CommError               communication between ranks went wrong
     |  |- PeerLost             a rank died or left while others needed it
-    |  |- Diverged             ranks made different calls where they must make the same
-    |  |- TimedOut             a rank did not come in time
+    |  |- Diverged             ranks made different calls where they must make the same one
+    |  |- TimedOut             a rank did not reach a call in time
     |  |- CodecFailed          a codec could not encode or decode
     |  `- CommClosed           a communicator was used after close() or after it failed
     |- Unsupported             this machine or this torch cannot do it
@@ -29,7 +29,7 @@ class ConfigError(SherdError, ValueError):
 
 
 class CommError(SherdError, RuntimeError):
-    """Something between the ranks went wrong. `ranks` lists those it is about, where that is known."""
+    """Communication between ranks went wrong. `ranks` lists those concerned, where known."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class CommError(SherdError, RuntimeError):
 
 
 class PeerLost(CommError):
-    """A rank died or left while others needed it. `ranks` lists who is gone."""
+    """A rank died or left while others needed it. `ranks` lists the lost ones."""
 
 
 class Diverged(CommError):
@@ -45,11 +45,11 @@ class Diverged(CommError):
 
 
 class TimedOut(CommError):
-    """A rank did not come in time. `ranks` lists who is missing."""
+    """A rank did not reach a call in time. `ranks` lists the missing ones."""
 
 
 class CodecFailed(CommError):
-    """A codec could not encode or decode. Other ranks get `PeerLost` with the same words."""
+    """A codec could not encode or decode. The other ranks get `PeerLost` with the same message."""
 
 
 class CommClosed(CommError):
@@ -69,7 +69,7 @@ class RankFailed(SherdError, RuntimeError):
 
 
 def nearest(name: object, valid: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest valid one if there is one, and all of them."""
+    """The end of a message about an unknown name: the closest valid name, if any, and a list of all."""
     names = sorted(valid)
     close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     suggestion = f"did you mean {close[0]!r}? " if close else ""

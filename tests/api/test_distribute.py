@@ -185,7 +185,7 @@ def test_what_cannot_be_distributed_is_refused(strategy):
         ((model, model), "the same object twice"),
         ((model, sgd(model), sgd(model)), "takes one optimizer, found 2"),
         ((nn.DataParallel(model),), r"wrapped in torch's DataParallel; .*model\.module"),
-        ((model, sgd(other)), r"group 0 has at position 0 a parameter of shape \(7, 15\).*model.parameters\(\)"),
+        ((model, sgd(other)), r"group 0 has a parameter of shape \(7, 15\) at position 0.*model.parameters\(\)"),
         ((nn.Linear(3, 3, device="meta"),), "'weight' is on the meta device"),
         ((nn.LazyLinear(3),), "'weight' has no shape yet"),
     ]
@@ -195,20 +195,20 @@ def test_what_cannot_be_distributed_is_refused(strategy):
     optimizer = sgd(model)
     sherd.distribute(model, optimizer, strategy=strategy)  # none of these left a trace
     for again in (model, nn.Sequential(model), model[0]):
-        with pytest.raises(ConfigError, match="distributed already"):
+        with pytest.raises(ConfigError, match="already distributed"):
             sherd.distribute(again, strategy=strategy)
-    with pytest.raises(ConfigError, match="this optimizer is distributed already"):
+    with pytest.raises(ConfigError, match="this optimizer is already distributed"):
         sherd.distribute(other, optimizer, strategy=strategy)
     other[0].weight = model[0].weight
-    with pytest.raises(ConfigError, match=r"'0\.weight' belongs to another distributed model too"):
+    with pytest.raises(ConfigError, match=r"'0\.weight' also belongs to another distributed model"):
         sherd.distribute(other, strategy=strategy)
     with pytest.raises(ConfigError, match="not distributed"):
         sherd.describe(other)
 
 
 MODEL_ITSELF = r"pass the model itself: sherd\.distribute\(model, optimizer\)"
-LOOP = "stays outside: use it in the loop as before"
-DATA = "other sources of data stay outside"
+LOOP = "is not passed: use it in the loop as before"
+DATA = "other sources of data are not passed"
 
 
 def mistaken(model, optimizer):
@@ -217,24 +217,24 @@ def mistaken(model, optimizer):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     return [
-        (scheduler, r"a scheduler \(StepLR\); it stays outside: it finds its optimizer by itself"),
-        (plateau, r"a scheduler \(ReduceLROnPlateau\); it stays outside"),
+        (scheduler, r"a scheduler \(StepLR\); it is not passed: it keeps its optimizer"),
+        (plateau, r"a scheduler \(ReduceLROnPlateau\); it is not passed"),
         (model.parameters(), f"the parameters of a model; {MODEL_ITSELF}"),
         (model.named_parameters(), f"the parameters of a model; {MODEL_ITSELF}"),
         (list(model.parameters()), rf"parameters \(list\); {MODEL_ITSELF}"),
         (list(model.named_parameters()), rf"parameters \(list\); {MODEL_ITSELF}"),
         ([{"params": list(model.parameters())}], rf"parameters \(list\); {MODEL_ITSELF}"),
         (model[0].weight, f"a parameter; {MODEL_ITSELF}"),
-        (model.state_dict(), r"tensors \(OrderedDict\); a state is loaded by model\.load_state_dict\(state\)"),
-        ([model, network()], r"several things in one \(list\); pass what is in it, one by one"),
-        (dataset, r"a dataset \(TensorDataset\); pass a loader of it: DataLoader\(dataset, batch_size=\.\.\.\)"),
-        (RandomSampler(dataset), r"a sampler \(RandomSampler\); pass the loader that has it"),
+        (model.state_dict(), r"tensors \(OrderedDict\); load a state with model\.load_state_dict\(state\)"),
+        ([model, network()], r"several objects in one \(list\); pass them one by one"),
+        (dataset, r"a dataset \(TensorDataset\); pass a loader for it: DataLoader\(dataset, batch_size=\.\.\.\)"),
+        (RandomSampler(dataset), r"a sampler \(RandomSampler\); pass the loader that uses it"),
         (nn.CrossEntropyLoss(), rf"a loss \(CrossEntropyLoss\); it has no parameters and {LOOP}"),
         (nn.functional.mse_loss, rf"a function \(mse_loss\); a loss, a metric or a collate function {LOOP}"),
-        (torch.amp.GradScaler("cpu"), rf"a scaler of gradients \(GradScaler\); it {LOOP}"),
+        (torch.amp.GradScaler("cpu"), rf"a gradient scaler \(GradScaler\); it {LOOP}"),
         (torch.ones(4, 15), r"a tensor; .* DataLoader\(TensorDataset\(x, y\), batch_size=\.\.\.\)"),
-        (sherd.ZeRO(stage=3), r"a strategy \(ZeRO\); write it by name: strategy=\.\.\."),
-        ("zero3", "the string 'zero3'; options have names: strategy='zero3'"),
+        (sherd.ZeRO(stage=3), r"a strategy \(ZeRO\); pass it by keyword: strategy=\.\.\."),
+        ("zero3", "the string 'zero3'; pass options by keyword: strategy='zero3'"),
         (torch.optim.SGD, r"the class SGD; pass an object of it: SGD\(\.\.\.\)"),
         ([1, 2], f"an object of type list; {DATA}"),
         ((number for number in range(3)), f"a generator; {DATA}"),

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import sherd
 from sherd import ConfigError, Diverged, SherdError
-from sherd.api import carrying_out
+from sherd.api import apply
 from sherd.comm import SoloCommunicator
 from sherd.engine import assembly
 from sherd.engine.engine import Engine
@@ -187,14 +187,14 @@ def failing(place, name, error, after):
 POINTS = [
     (Engine, "__init__"),
     (assembly, "_updater"),
-    (carrying_out.optimizer_object, "install"),
-    (carrying_out, "enrol"),
-    (carrying_out, "share_statistics"),
-    (carrying_out, "refuse_foreign"),
-    (carrying_out.data.Sharding, "apply"),
+    (apply.optimizer_object, "install"),
+    (apply, "enrol"),
+    (apply, "share_statistics"),
+    (apply, "refuse_foreign"),
+    (apply.data.Sharding, "apply"),
     (Engine, "take_over"),
 ]
-LATE = [(ParameterStore, "from_leader"), (BufferSync, "__init__"), (carrying_out.data, "announce")]
+LATE = [(ParameterStore, "from_leader"), (BufferSync, "__init__"), (apply.data, "announce")]
 """Where rank 0's values have been taken over already."""
 
 
@@ -287,7 +287,7 @@ def one_rank_fails():
         with failing(assembly, "_updater", MemoryError("too little"), after=False), pytest.raises(MemoryError):
             sherd.distribute(*objects.all)
     else:
-        with pytest.raises(SherdError, match="refused on rank 1, so on all ranks: MemoryError: too little"):
+        with pytest.raises(SherdError, match="failed on rank 1, and therefore on all ranks: MemoryError: too little"):
             sherd.distribute(*objects.all)
     assert time.monotonic() - began < 60
     sherd.distribute(*objects.all)

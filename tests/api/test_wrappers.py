@@ -44,9 +44,9 @@ def refused():
             model, optimizer = distributed(c, strategy)
             for name, wrap in (*BUILT.items(), ("DistributedDataParallel", Around)):
                 for part in (model, model[0], nn.Sequential(model), sharing(model)):
-                    with pytest.raises(ConfigError, match=f"^rank {c.rank}: torch's {name} was put around.*drop the"):
+                    with pytest.raises(ConfigError, match=f"^rank {c.rank}: torch's {name} was applied to.*drop the"):
                         wrap(part)
-            with pytest.raises(ConfigError, match="fully_shard was put around"):
+            with pytest.raises(ConfigError, match="fully_shard was applied to"):
                 fsdp.fully_shard([nn.Linear(2, 2), model[2]])
             train(model, optimizer, [batch(c.rank)])  # nothing was done to it
 
@@ -68,7 +68,9 @@ def left_alone():
             plain = network()
             wrapped = wrap(plain)
             if name == "fully_shard":
-                with pytest.raises(ConfigError, match=r"sharded by torch's FSDP already \(FSDPModule\); pass it"):
+                with pytest.raises(
+                    ConfigError, match=r"already sharded by torch's FSDP \(FSDPModule\); pass the model without it"
+                ):
                     sherd.distribute(plain, comm=c)
             train(wrapped, sgd(plain), [batch(c.rank)])
         own = DistributedDataParallel.__init__

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from sherd import strategies
-from sherd.cli import checks, main, options
+from sherd.cli import main, options
+from sherd.cli.launch import checks
+from sherd.cli.launch.variables import VARIABLES, misspelt
 from sherd.cli.options import STRATEGIES
-from sherd.cli.variables import VARIABLES, misspelt
 from sherd.cli.words import ranges
 from tests.cli.scripts import notes, ranks_alive, two_ranks_that_sleep
 from tests.helpers.processes import PATIENCE, SHERD, free_port, python, run, sherd, wait_for
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.ranks
         (["run"], "Missing argument"),
         (["run", "--nnodes", "2", "rank_script.py"], "--nnodes 2 needs --master-addr"),
         (["run", "--node-rank", "1", "rank_script.py"], "--node-rank 1 must be below --nnodes 1"),
-        (["run", "--standalone", "--nnodes", "2", "rank_script.py"], "--standalone is a run on one machine"),
+        (["run", "--standalone", "--nnodes", "2", "rank_script.py"], "--standalone is for one machine"),
         (["run", "--nproc_per_node", "0", "rank_script.py"], "found '0', expected a whole number from 1"),
         (
             ["run", "--rank", "2", "rank_script.py"],
@@ -59,18 +60,18 @@ pytestmark = pytest.mark.ranks
         (["run", "--csv", "temporary", "rank_script.py"], "--csv 'temporary' cannot be written (Is a directory)"),
         (["run", "--tensorboard", "/proc/x", "rank_script.py"], "--tensorboard '/proc/x' cannot be written"),
         (["run", "--csv", "rank_script.py", "rank_script.py"], "--csv 'rank_script.py' is not empty; name a new file"),
-        (["run", "--layers", "rank_script.py"], "--layers adds to the events; write --events DIR"),
-        (["run", "--ssh", "ssh", "rank_script.py"], "--ssh is about --hosts"),
-        (["run", "--python", "python3", "rank_script.py"], "--python is about --hosts"),
-        (["run", "--hosts", "-oProxyCommand=x", "rank_script.py"], "'-oProxyCommand=x' is no host"),
-        (["run", "--hosts", "a,a", "rank_script.py"], "a is there twice; write a:2 for more ranks there"),
+        (["run", "--layers", "rank_script.py"], "--layers adds to the events; also write --events DIR"),
+        (["run", "--ssh", "ssh", "rank_script.py"], "--ssh is for --hosts"),
+        (["run", "--python", "python3", "rank_script.py"], "--python is for --hosts"),
+        (["run", "--hosts", "-oProxyCommand=x", "rank_script.py"], "'-oProxyCommand=x' is not a host"),
+        (["run", "--hosts", "a,a", "rank_script.py"], "a is listed twice; write a:2 for more ranks there"),
         (["run", "--hosts", "a:0,b", "rank_script.py"], "a needs at least one rank"),
         (
             ["run", "--hosts", "a,b", "--nnodes", "2", "--master-addr", "a", "x.py"],
             "--hosts starts every machine itself",
         ),
         (["run", "--hosts", "a,b", "--ssh", "", "rank_script.py"], "--ssh is empty"),
-        (["run", "--hosts", "a,b", "--live", "rank_script.py"], "with several machines write --events DIR as well"),
+        (["run", "--hosts", "a,b", "--live", "rank_script.py"], "with several machines also write --events DIR"),
         (["rum"], "No such command 'rum'; did you mean 'run'? (sherd --help lists"),
         (["doctor", "--jsn"], "No such option: --jsn; did you mean '--json'? (sherd doctor --help"),
     ],
@@ -100,7 +101,7 @@ def one_kind_line(capfd, arguments, message):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("SHERD_STRATEGY", "zeroo", "SHERD_STRATEGY='zeroo' names no strategy; did you mean 'zero"),
+        ("SHERD_STRATEGY", "zeroo", "SHERD_STRATEGY='zeroo' is not a strategy; did you mean 'zero"),
         ("SHERD_TIMEOUT", "abc", "SHERD_TIMEOUT='abc' must be a number of seconds"),
         ("SHERD_TRANSPORT", "hots", "did you mean 'host'?"),
         ("SHERD_SPIN", "no", "SHERD_SPIN='no' must be 0 or 1"),
@@ -138,7 +139,7 @@ except SystemExit as end:
 print(sorted({"torch", "rich", "plotext", "psutil"} & set(sys.modules)))
 """
     result = python(code)
-    assert "Start ranks of a script" in result.stdout
+    assert "Run a script on several ranks" in result.stdout
     assert result.stdout.splitlines()[-1] == "[]"
     assert "nproc" not in result.stdout  # torchrun's names are accepted and not listed
 
@@ -201,7 +202,7 @@ def test_what_deserves_a_warning(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
     assert checks.warnings_at_start(4) == []
     crowded, starved = checks.warnings_at_start(9)
-    assert crowded.startswith("9 ranks on 2 cores take turns")
+    assert crowded.startswith("9 ranks on 2 cores compete for them")
     assert starved.startswith("9 ranks need 1.8 GiB for torch alone, and 1.6 GiB are free")
 
 
@@ -260,9 +261,8 @@ def test_options_after_the_script_are_the_scripts(here):
     (here / "echo.py").write_text("import sys; print(sys.argv[1:])")
     result = sherd("run", "echo.py", "-n", "5", "--help", "--", "-m")
     assert (result.returncode, result.stdout) == (0, "['-n', '5', '--help', '--', '-m']\n")
-    assert (
-        result.stderr == "sherd run: note: -n after the script is the script's own; options of sherd come before it\n"
-    )
+    note = "note: -n comes after the script, so it is passed to the script; options of sherd come before it"
+    assert result.stderr == f"sherd run: {note}\n"
 
 
 def test_a_full_disk_is_said_in_one_line(here):
@@ -294,9 +294,7 @@ def test_the_first_rank_to_fail_is_named_after_its_own_traceback(here):
     assert traceback.startswith("[rank 1] Traceback (most recent call last):")
     assert traceback.count("Traceback") == 1
     assert traceback.endswith("ValueError: the weather is bad\n")
-    assert re.fullmatch(
-        r"sherd run: rank 1 failed first \(pid \d+\): exit code 1; what it wrote is above\n", summary[0]
-    )
+    assert re.fullmatch(r"sherd run: rank 1 failed first \(pid \d+\): exit code 1; see its output above\n", summary[0])
     assert summary[1:] == ["sherd run: after it, ranks 0, 2: ended by SIGTERM\n"]
 
 

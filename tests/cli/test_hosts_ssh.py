@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from sherd.cli.launch.request import Showing
 from sherd.cli.machines import attendance
 from sherd.cli.machines.remote import Host, Remote, command_for
-from sherd.cli.request import Showing
 from sherd.cli.words import TOKEN
 from sherd.comm.trust import seal
 from tests.cli.scripts import notes, ranks_alive

@@ -257,7 +257,7 @@ def test_a_display_that_fails_ends_nothing(tmp_path, capfd):
     watcher = watching.Watcher(Follower(tmp_path), broken, [])
     assert broken.shown.wait(30)
     watcher.close(well=True)
-    warning = "sherd run: warning: no more is drawn or written of the events: ValueError: no such colour\n"
+    warning = "sherd run: warning: the events are no longer drawn or written: ValueError: no such colour\n"
     assert capfd.readouterr().err == warning
     assert messages._line is None
 

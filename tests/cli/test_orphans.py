@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sherd.cli import tied
+from sherd.cli.launch import tied
 from tests.cli.scripts import notes, ranks_alive, two_ranks_that_sleep
 from tests.helpers.processes import SHERD, sherd, wait_for
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sherd.cli.launch.request import Showing
 from sherd.cli.output.forwarding import output_of
 from sherd.cli.output.pieces import Pieces
 from sherd.cli.output.tracebacks import Tracebacks, exception_of
-from sherd.cli.request import Showing
 from tests.cli.scripts import in_terminal
 from tests.helpers.processes import PATIENCE, SHERD, python, sherd
 
@@ -158,7 +158,7 @@ def test_ranks_that_refuse_their_arguments_say_so_once(here):
     (here / "quit.py").write_text("import sys; sys.exit(3)")
     result = sherd("run", "-n", "2", "quit.py")
     assert result.returncode == 3
-    assert "what it wrote" not in result.stderr
+    assert "see its output" not in result.stderr
 
 
 @pytest.mark.pure

@@ -16,12 +16,12 @@ import psutil
 import pytest
 from torch.distributed import DistError, TCPStore
 
+from sherd.cli.launch.request import Request
 from sherd.cli.machines import board, rendezvous
 from sherd.cli.machines.board import FAULT, OFF, PLAN, Board
 from sherd.cli.machines.news import Newsroom
 from sherd.cli.machines.rendezvous import meet, meet_alone
 from sherd.cli.machines.seat import SILENT_SECONDS, Seat
-from sherd.cli.request import Request
 from sherd.comm.trust.seal import Seal
 from sherd.errors import ConfigError, SherdError
 from tests.helpers.processes import free_port
@@ -104,7 +104,7 @@ def test_what_listens_there_is_something_else(monkeypatch):
     monkeypatch.setattr(board, "CONNECT", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as other:
         error = attend(request(other.getsockname()[1], 1, wait=1.0))
-    assert "what answers there is no `sherd run`" in error
+    assert "what answers there is not `sherd run`" in error
 
 
 def test_different_numbers_of_machines(port):
@@ -121,7 +121,7 @@ def test_two_machines_with_one_number(port):
     second, first = sorted(others, reverse=True)
     assert first == f"called off: {master}"
     assert "two machines have --node-rank 1: this one (" in second
-    assert "give each a number of its own, from 0 to 2" in second
+    assert "give each its own number, from 0 to 2" in second
 
 
 def test_a_machine_that_comes_when_the_run_has_begun_does_not_end_it(port):
@@ -156,7 +156,7 @@ def test_a_launcher_that_ends_while_it_waits_may_come_again(port, monkeypatch, e
 @pytest.mark.parametrize("seals", [(TOKEN, None), (None, TOKEN), (TOKEN, Seal(b"x" * 32))])
 def test_machines_with_different_tokens(port, seals, capfd):
     first, second = attended(request(port, 0, wait=1.5), request(port, 1, wait=1.5), seals=seals)
-    assert "has another SHERD_TOKEN, or none where the other has one" in second
+    assert "has another SHERD_TOKEN, or only one of the two machines has one" in second
     assert "gave up after 1.5 s of waiting for machine 1" in first
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from sherd.data import share
-from sherd.data.dealing import deal, deal_whole, groups, iterations, part, share_of
+from sherd.data import batch_weight
+from sherd.data.dealing import deal, deal_whole, groups, iterations, part, weight_of
 
 pytestmark = pytest.mark.pure
 
@@ -82,45 +82,50 @@ def test_whole_batches_count_by_their_rows(rows, missing):
 
 def test_equal_shares_are_exactly_one():
     for count, world in itertools.product((1, 3, 7, 49, 10**6 + 3), (1, 3, 7, 1021)):
-        assert share_of([count] * world, world - 1) == 1.0
+        assert weight_of([count] * world, world - 1) == 1.0
 
 
 def test_the_share_is_that_of_the_loader_which_yielded_last():
-    outer, inner = share.Pass(), share.Pass()
-    assert share.current() == 1.0 and share.at_hand() is None
+    outer, inner = batch_weight.Pass(), batch_weight.Pass()
+    assert batch_weight.current() == 1.0 and batch_weight.samples() is None
     outer.yields(0.5, samples=3)
     inner.yields(0.25)
-    assert share.current() == 0.25
+    assert batch_weight.current() == 0.25
     outer.yields(0.75, samples=2)
-    assert share.current() == 0.75 and share.at_hand() == 2
+    assert batch_weight.current() == 0.75 and batch_weight.samples() == 2
     inner.yields(0.0)
-    assert share.current() == 0.0 and share.at_hand() == 0
+    assert batch_weight.current() == 0.0 and batch_weight.samples() == 0
     inner.ends()
-    assert share.current() == 0.75
+    assert batch_weight.current() == 0.75
     del outer
-    assert share.current() == 1.0 and share.at_hand() is None
+    assert batch_weight.current() == 1.0 and batch_weight.samples() is None
 
 
 def test_passes_inside_each_other_and_beside_each_other():
     train, evaluated = DataLoader([0]), DataLoader([0])
-    outer, beside = share.Pass(train), share.Pass(evaluated)
+    outer, beside = batch_weight.Pass(train), batch_weight.Pass(evaluated)
     outer.yields(0.0, samples=2)
     beside.yields(1.0, samples=2)
-    assert sorted(share.batches()) == [(2, 0), (2, 2)] == sorted(share.matching(2))
-    assert share.batches(train) == [(2, 0)] and share.matching(2, loader=evaluated) == {(2, 2)}
+    assert sorted(batch_weight.batches()) == [(2, 0), (2, 2)] == sorted(batch_weight.matching(2))
+    assert batch_weight.batches(train) == [(2, 0)] and batch_weight.matching(2, loader=evaluated) == {(2, 2)}
     beside.ends()
-    assert share.batches() == [(2, 0)]
-    inside = share.Pass(evaluated)
+    assert batch_weight.batches() == [(2, 0)]
+    inside = batch_weight.Pass(evaluated)
     inside.yields(1.0, samples=2)
-    assert share.batches() == [(2, 2)] and share.matching(2) == {(2, 2)}
+    assert batch_weight.batches() == [(2, 2)] and batch_weight.matching(2) == {(2, 2)}
     inside.yields(1.0, samples=1)
-    assert share.matching(2) == {(2, 0)} and share.matching(3) == {(3, 3)}  # the batch around it, and its own epoch
+    assert batch_weight.matching(2) == {(2, 0)}  # the batch around it
+    assert batch_weight.matching(3) == {(3, 3)}  # its own epoch
     outer.yields(1.0, samples=2)
-    assert sorted(share.batches()) == [(1, 1), (2, 2)]  # it was not left, so they take turns
+    assert sorted(batch_weight.batches()) == [(1, 1), (2, 2)]  # it was not left, so they take turns
     del inside
-    assert share.batches() == [(2, 2)] and share.epoch(evaluated) == (3, 3) and share.epoch(train) == (4, 2)
+    assert (
+        batch_weight.batches() == [(2, 2)]
+        and batch_weight.total(evaluated) == (3, 3)
+        and batch_weight.total(train) == (4, 2)
+    )
     del outer
-    assert share.matching(4) == {(4, 2)} and share.matching(5) == set()
+    assert batch_weight.matching(4) == {(4, 2)} and batch_weight.matching(5) == set()
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])

@@ -9,7 +9,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 import sherd
 from sherd import ConfigError, SherdError
-from sherd.data import share
+from sherd.data import batch_weight
 from sherd.data.iterable import rows
 from tests.helpers.loaders import PairStream, SizedStream, Stream, counted, epoch, sharded
 from tests.helpers.training import STRATEGIES, close, connected, double, sgd, train, weights
@@ -74,11 +74,11 @@ def own_parts(counts, batch):
         sharded(loader, c, iterable="sharded")
         found = epoch(loader)
         iterator = iter(loader)
-        assert [(next(iterator).tolist(), share.current()) for _ in found] == found
+        assert [(next(iterator).tolist(), batch_weight.current()) for _ in found] == found
         assert next(iterator, None) is None
         if c.rank == 0:  # when it is over it needs nobody to say so
             assert next(iterator, None) is None
-        assert share.current() == 1.0
+        assert batch_weight.current() == 1.0
         return found
 
 

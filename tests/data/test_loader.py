@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 import sherd
 from sherd import CommOptions, ConfigError, Diverged, LoaderOptions, comm
-from sherd.data import share
+from sherd.data import batch_weight
 from tests.helpers.loaders import Backwards, Buckets, Numbers, Stream, counted, epoch, sharded
 from tests.helpers.training import connected, distributed, network, sgd
 
@@ -95,9 +95,9 @@ def three_epochs(count, name):
         torch.manual_seed(5 + c.rank)
         loader = sharded(LOADERS[name](count, BATCH), c)
         found = [epoch(loader)]
-        found.append([(batch.tolist(), share.current()) for batch in itertools.islice(loader, 1)])
+        found.append([(batch.tolist(), batch_weight.current()) for batch in itertools.islice(loader, 1)])
         found.append(epoch(loader))
-        assert share.current() == 1.0
+        assert batch_weight.current() == 1.0
         return found, len(loader), int(torch.randint(1000, ())) if c.rank == 0 else None
 
 
@@ -138,7 +138,7 @@ def twin(world_of_one):
     optimizer = torch.optim.AdamW(model.parameters())
     if not world_of_one:
         sherd.distribute(model, optimizer, loader, strategy="zero2")
-    return [[(batch.tolist(), share.current()) for batch in loader] for _ in range(2)]
+    return [[(batch.tolist(), batch_weight.current()) for batch in loader] for _ in range(2)]
 
 
 def test_a_script_and_its_distributed_twin_see_the_same_samples(ranks):
@@ -244,10 +244,10 @@ def pairs_of_loaders():
         outer, inner = (sharded(DataLoader(Numbers(n), 2), c) for n in (5, 7))
         found = []
         for batch in outer:
-            before = share.current()
+            before = batch_weight.current()
             assert len(epoch(inner)) == 2  # which ends with a share of its own
             found.append((batch.tolist(), before))
-            assert share.current() == before
+            assert batch_weight.current() == before
         assert found == epoch(outer)
         both = [(a.tolist(), b.tolist()) for a, b in zip(outer, inner, strict=False)]
         assert both == [(a, b) for (a, _), (b, _) in zip(epoch(outer), epoch(inner), strict=False)]
@@ -255,7 +255,7 @@ def pairs_of_loaders():
         next(first)
         assert [next(second).tolist() for _ in range(2)][1] == next(first).tolist()
         del first, second
-        assert share.current() == 1.0
+        assert batch_weight.current() == 1.0
 
 
 def test_loaders_may_be_nested_and_interleaved(ranks):
@@ -351,7 +351,7 @@ def test_a_world_of_one_leaves_the_loader_alone(capsys):
         model = network()
         sherd.distribute(model, sgd(model), loader, comm=c)
         assert isinstance(loader, DataLoader) and capsys.readouterr().err == "sherd: global 2 = 1 rank x 2\n"
-        with pytest.raises(ConfigError, match="distributed already"):
+        with pytest.raises(ConfigError, match="already distributed"):
             sharded(loader, c)
         assert type(copy.deepcopy(loader)) is DataLoader
         large = sharded(DataLoader(Numbers(5), 2), c, accumulate=2, global_batch=8)
@@ -389,9 +389,9 @@ def test_a_world_of_one_counts_batches_and_changes_none(options, counts):
                 for batch in loader:
                     epoch.append(repr(batch))
                     if led:
-                        assert share.at_hand() == counts[len(epoch) - 1]
+                        assert batch_weight.samples() == counts[len(epoch) - 1]
                 if led:
-                    assert len(loader) == len(counts) and share.epoch(loader) == (sum(counts), sum(counts))
+                    assert len(loader) == len(counts) and batch_weight.total(loader) == (sum(counts), sum(counts))
                 in_order = loader.in_order or not loader.num_workers
                 found.append(
                     (epoch if in_order else sorted(epoch), torch.initial_seed(), torch.get_rng_state().tolist())
@@ -402,7 +402,7 @@ def test_a_world_of_one_counts_batches_and_changes_none(options, counts):
 def test_a_stream_in_a_world_of_one_is_counted_by_rows():
     with comm.connect(CommOptions()) as c:
         loader = sharded(DataLoader(Stream(5), 2), c)
-        assert [(len(batch), share.at_hand()) for batch in loader] == [(2, 2), (2, 2), (1, 1)]
+        assert [(len(batch), batch_weight.samples()) for batch in loader] == [(2, 2), (2, 2), (1, 1)]
 
 
 def counts_of_uneven_ends():
@@ -410,8 +410,8 @@ def counts_of_uneven_ends():
         found = []
         for count in (5, 6, 7, 8):
             loader = sharded(DataLoader(Numbers(count), 2), c)
-            found.append([share.batches()[0] for _ in loader])
-            assert share.epoch(loader) == tuple(map(sum, zip(*found[-1], strict=True)))
+            found.append([batch_weight.batches()[0] for _ in loader])
+            assert batch_weight.total(loader) == tuple(map(sum, zip(*found[-1], strict=True)))
         return found
 
 
@@ -426,7 +426,7 @@ def refusals():
         for thing in ([1, 2], (n for n in range(3)), Numbers(3)):
             with pytest.raises(ConfigError, match=r"pass a torch\.utils\.data\.DataLoader, or leave it out"):
                 sharded(thing, c)
-        with pytest.raises(ConfigError, match="distributed already"):
+        with pytest.raises(ConfigError, match="already distributed"):
             sharded(sharded(DataLoader(Numbers(4)), c), c)
         with pytest.raises(ConfigError, match="write in_order=True"):
             sharded(DataLoader(Numbers(4), num_workers=1, in_order=False), c)
@@ -437,7 +437,7 @@ def refusals():
             sharded(DataLoader(Numbers(4 + c.rank)), c)
         with pytest.raises(Diverged, match="rank 0's has batch_size=1 where rank 1's has batch_size=2"):
             sharded(DataLoader(Numbers(4), 1 + c.rank), c)
-        with pytest.raises(ConfigError, match="a way of its own"):
+        with pytest.raises(ConfigError, match="draws indices by itself"):
             iter(sharded(Strange(Numbers(4)), c))
         model = network()
         with pytest.raises(ConfigError, match="about a loader"):

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from sherd import Diverged, SherdError
-from sherd.data import order, share
+from sherd.data import batch_weight, order
 from tests.data.test_loader import BATCH, LOADERS, three_epochs
 from tests.helpers.loaders import Backwards, Buckets, Numbers, Pairs, counted, epoch, sharded
 from tests.helpers.training import close, connected, distributed, double, sgd, train, weights
@@ -54,7 +54,7 @@ def long(batch, workers):
 
 
 def first_batches(loader, count):
-    return [(batch.tolist(), share.current()) for batch in itertools.islice(loader, count)]
+    return [(batch.tolist(), batch_weight.current()) for batch in itertools.islice(loader, count)]
 
 
 def begun(workers):
@@ -165,7 +165,7 @@ def different_numbers(piece, workers):
         found = []
         for _ in range(2):
             for number, batch in enumerate(loader):
-                found.append((batch.tolist(), share.current()))
+                found.append((batch.tolist(), batch_weight.current()))
                 c.all_reduce(torch.full((number + 1,), float(number))).wait()  # a step, of a shape of its own
         return found
 
@@ -194,7 +194,7 @@ def interleaved(workers):
         assert found == [whole[:5], whole[:5]]
         del first
         assert [batch.tolist() for batch in second] == whole[5:]
-        assert share.current() == 1.0
+        assert batch_weight.current() == 1.0
 
 
 @pytest.mark.parametrize("workers", [False, True])
@@ -212,7 +212,7 @@ def kept_workers(transport):
         found = []
         for stop in (3, None, 1, None):
             for batch in itertools.islice(loader, stop):
-                found.append((batch.tolist(), share.current()))
+                found.append((batch.tolist(), batch_weight.current()))
                 c.barrier().wait()
         return found
 
@@ -265,7 +265,7 @@ def apart():
 def test_ranks_that_read_different_pieces_are_told_which(ranks):
     (_, _), (kind, text) = ranks(2).run(apart)
     assert kind == "Diverged"
-    assert "rank 0 is about to agree on the order of its samples from item 4 on and rank 1 from item 0 on" in text
+    assert "rank 0 is about to agree on the order of its samples from item 4 on, rank 1 from item 0 on" in text
 
 
 def a_step_against_a_piece():

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 import sherd
 from sherd import ConfigError
-from sherd.data import share
+from sherd.data import batch_weight
 from tests.helpers.loaders import Numbers
 from tests.helpers.training import network, sgd
 
@@ -35,7 +35,7 @@ def after_the_loop():
     loader, other = distributed(DataLoader(Numbers(5), 1), DataLoader(Numbers(6), 1))
     total, seen = 0.0, 0
     for rows in loader:
-        own = share.at_hand()
+        own = batch_weight.samples()
         total, seen = total + float(rows.sum()) * own, seen + own
     words = [refused(sherd.mean, total / seen)]
     for rows in list(loader):
@@ -94,7 +94,7 @@ def batches_of_the_dataset(workers):
         rows += sherd.gather(batch).tolist()
         means.append(sherd.mean(batch.double().mean()))
     for batch in keyed:
-        assert share.batches()[0].loaded == 2
+        assert batch_weight.batches()[0].loaded == 2
         keys += sherd.gather(batch).tolist()
     return rows, [mean.item() for mean in means], keys
 
@@ -127,9 +127,9 @@ def test_loaders_that_take_turns_are_told_apart(ranks):
     for found, words, after in ranks(2).run(in_turns):
         assert found == [([0, 1], [0, 1], 0.5, 0.5), ([2, 3], [2, 3], 2.5, 2.5), ([4], [4, 5], 4.0, 4.5)]
         assert after == [1, 1] and "rank 1: sherd.gather got 1 rows, of which 0 or 1 are this rank's own" in words[0]
-        assert "loader=...) with it" in words[0] and "whose batches have 0 or 1 samples" in words[1]
+        assert "loader=...) with that loader" in words[0] and "whose current batches have 0 or 1 samples" in words[1]
         assert "a list that was not distributed" in words[2] and "both n= and loader=" in words[3]
-        assert "neither the batch at hand nor the epoch" in words[4] and "leave it out" in words[5]
+        assert "neither its current batch nor its epoch" in words[4] and "leave it out" in words[5]
 
 
 def evaluated_inside():
@@ -193,7 +193,7 @@ def left_with_workers():
         for rows in evaluated:
             assert sherd.gather(rows).tolist() == [0]
             break
-        assert share.current() == 1.0 and sherd.mean(float(x)) == sum(sherd.gather(x, loader=train)) / 2
+        assert batch_weight.current() == 1.0 and sherd.mean(float(x)) == sum(sherd.gather(x, loader=train)) / 2
         model(x).backward()
         gradients.append(model.weight.grad.item())
         model.zero_grad()
@@ -223,5 +223,5 @@ def test_a_prefetching_loop_keeps_both_passes():
     (loader,) = distributed(DataLoader(Numbers(5), 2))
     first, second = iter(loader), iter(loader)
     assert [len(next(each)) for each in (first, second, second, second)] == [2, 2, 2, 1]
-    assert share.batches(loader) == [(1, 1)] and share.epoch(loader) == (5, 5)
+    assert batch_weight.batches(loader) == [(1, 1)] and batch_weight.total(loader) == (5, 5)
     assert [len(rows) for rows in itertools.chain(first)] == [2, 1]

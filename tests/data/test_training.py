@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import sherd
-from sherd.data import share
+from sherd.data import batch_weight
 from tests.helpers.loaders import Buckets, Pairs
 from tests.helpers.training import (
     EVERYWHERE,
@@ -176,9 +176,9 @@ def left_early():
             model, optimizer, loader = distributed(c, strategy, shuffled(3, BATCH))
             data = None
             for data in loader:  # noqa: B007
-                assert share.current() != 1.0
+                assert batch_weight.current() != 1.0
                 break
-            assert share.current() == 1.0
+            assert batch_weight.current() == 1.0
             loss_of(model, data).backward()
             mine = c.all_gather_object(data)
             plain = double()

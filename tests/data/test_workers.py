@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import sherd
 from sherd import PeerLost
-from sherd.data import share
+from sherd.data import batch_weight
 from tests.helpers.loaders import Numbers, Pairs, Seeds, counted, epoch, sharded
 from tests.helpers.training import close, connected, double, sgd, train, weights
 
@@ -65,7 +65,7 @@ def trained(method, workers, persistent, strategies, transport):
             for _ in range(2):
                 train(model, optimizer, loader)
             close(weights(model), weights(plain), strategy)
-            assert share.current() == 1.0
+            assert batch_weight.current() == 1.0
             del loader, whole
             gc.collect()  # workers end here at the latest
             assert c.all_gather_object(c.rank) == list(range(c.world))  # everybody is still there
@@ -91,7 +91,7 @@ def different_numbers():
         loader = sharded(DataLoader(Numbers(9), 1, shuffle=True, **options), c)
         found = []
         for batch in loader:
-            found.append((batch.tolist(), share.current()))
+            found.append((batch.tolist(), batch_weight.current()))
             c.barrier().wait()  # the exchange of a step
         return found
 
@@ -132,7 +132,7 @@ def kept_workers():
         next(iterator)
         assert epoch(loader) == whole
         assert [worker.pid for worker in loader._iterator._workers] == workers
-        assert share.current() == 1.0
+        assert batch_weight.current() == 1.0
 
 
 def test_persistent_workers_are_kept(ranks):

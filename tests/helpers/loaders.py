@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from sherd import LoaderOptions
-from sherd.data import shard, share
+from sherd.data import batch_weight, shard
 
 
 class Numbers(Dataset):
@@ -95,7 +95,7 @@ def sharded(loader, c, accumulate=1, **options):
 
 def epoch(loader):
     """Every batch, as a list, with its share."""
-    return [(batch.tolist(), share.current()) for batch in loader]
+    return [(batch.tolist(), batch_weight.current()) for batch in loader]
 
 
 def counted(by_rank):

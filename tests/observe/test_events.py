@@ -95,7 +95,7 @@ def test_what_is_not_in_the_schema_is_refused_by_every_stream(opened, make):
 
 
 def test_a_kind_is_registered_once_and_leaves_the_common_fields_alone():
-    with pytest.raises(ConfigError, match="'step' is registered already"):
+    with pytest.raises(ConfigError, match="'step' is already registered"):
         register_kind("step", "loss")
     with pytest.raises(ConfigError, match=r"cannot have its own \['rank'\]"):
         register_kind("test.bad", "rank", "text")
@@ -269,7 +269,7 @@ def test_read_leaves_out_a_torn_last_line_only(tmp_path, torn):
     path.write_bytes(whole + torn)
     assert [event.fields for event in read(path)] == [{"text": "x"}]
     path.write_bytes(whole + torn + b"\n" + whole)
-    with pytest.raises(ConfigError, match="line 2: not an event of sherd"):
+    with pytest.raises(ConfigError, match="line 2: not a sherd event"):
         list(read(path))
 
 

@@ -322,7 +322,7 @@ def test_a_torn_last_line_is_left_out_and_a_wrong_one_is_named(tmp_path):
     file.write_bytes(data[: last_step + 40])
     assert len(load(tmp_path).steps) == 4
     file.write_bytes(b"not an event\n" + data)
-    with pytest.raises(ConfigError, match=r"rank00001.jsonl, line 1: not an event"):
+    with pytest.raises(ConfigError, match=r"rank00001.jsonl, line 1: not a sherd event"):
         load(tmp_path)
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import sherd
 from sherd import comm, observe
-from sherd.api.layers import HISTORY, Layer, LayerWatch
+from sherd.api.recording.layers import HISTORY, Layer, LayerWatch
 from sherd.api.training import training_of
 from sherd.errors import ConfigError
 from sherd.observe import monitor

@@ -100,7 +100,7 @@ def test_vision_trains_on_two_ranks_on_a_folder_of_images(here):
     pictures(here / "photos")
     done = run(*COMMAND, "train", "vision", "--ranks", "2", "--images", "photos", "--quiet", *NETWORK)
     assert done.returncode == 0, done.stderr
-    assert "18 images of 8 x 8 to learn from, 4 to be judged by" in done.stdout
+    assert "18 images of 8 x 8 to train on, 4 held out" in done.stdout
     assert done.stdout.count("held-out accuracy") == 2
     (folder,) = Path("runs").glob("vision-*")
     assert {"loss", "accuracy"} <= load(folder).steps[0].figures.keys()
@@ -149,11 +149,11 @@ def test_help_shows_the_options_of_a_recipe_and_of_its_run(recipe, capsys):
     ("words", "said"),
     [
         ("gtp", "no recipe 'gtp'; did you mean 'gpt'?"),
-        ("--ranks 2", "a recipe comes before its options"),
+        ("--ranks 2", "the recipe comes before its options"),
         ("gpt --stratgy ddp", "did you mean '--strategy'?"),
         ("gpt --stratgy=ddp", "did you mean '--strategy'?"),
         ("gpt --strategy zer3", "did you mean 'zero3'?"),
-        ("gpt zero3", "'zero3' is no option of gpt"),
+        ("gpt zero3", "'zero3' is not an option of gpt"),
         ("gpt --ranks 0", "found '0', expected a whole number from 1"),
         ("gpt --ranks two", "found 'two', expected a whole number from 1"),
         ("gpt --steps 0", "--steps 0: expected more than 0"),

@@ -253,10 +253,10 @@ def test_the_command_prints_where_the_page_is(folders, tmp_path, capsys, monkeyp
         ((), "Missing argument"),
         (("{empty}",), "no events in"),
         (("{empty}/nowhere",), "no events in"),
-        (("{run}", "{run}/"), "is named twice"),
+        (("{run}", "{run}/"), "is given twice"),
         (("{run}", "-o", "{empty}/file/x.html"), "cannot write"),
         (("{run}", "-o", "{empty}"), "it is a directory"),
-        (("{wrong}",), "line 1: not an event"),
+        (("{wrong}",), "line 1: not a sherd event"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(folders, tmp_path, capsys, words, said):

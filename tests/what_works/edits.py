@@ -52,7 +52,7 @@ def not_given(run):
     SECTION,
     "The same where ranks have parts",
     "pass it: `sherd.distribute(model, optimizer)`",
-    match=r"this SGD steps a distributed model and was not passed to sherd\.distribute.*write model, optimizer = ",
+    match=r"this SGD steps a distributed model, but was not passed to sherd\.distribute.*write model, optimizer = ",
     strategies=("zero1", "zero2", "zero3"),
 )
 def not_given_under_zero(run):

@@ -388,7 +388,7 @@ def _wrapped(run, wrap):
     "Models",
     "`DistributedDataParallel` around the model",
     "pass the model itself: `sherd.distribute` takes its place",
-    match=r"wrapped in torch's DistributedDataParallel; pass what is inside: sherd\.distribute\(model\.module",
+    match=r"wrapped in torch's DistributedDataParallel; pass the model inside: sherd\.distribute\(model\.module",
 )
 def wrapped_by_ddp(run):
     if not dist.is_initialized():
@@ -400,7 +400,7 @@ def wrapped_by_ddp(run):
     "Models",
     "`nn.DataParallel` around the model",
     "pass the model itself: one process per device takes its place",
-    match=r"wrapped in torch's DataParallel; pass what is inside: sherd\.distribute\(model\.module",
+    match=r"wrapped in torch's DataParallel; pass the model inside: sherd\.distribute\(model\.module",
 )
 def data_parallel(run):
     _wrapped(run, nn.DataParallel)

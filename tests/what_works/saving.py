@@ -213,7 +213,7 @@ def put_back(run):
     "Saving and loading",
     "`load_state_dict(state, assign=True)`",
     "it would put other tensors in the place of those that are trained: write `load_state_dict(state)`",
-    match=r"load_state_dict\(assign=True\) would put .* write load_state_dict\(state\)",
+    match=r"load_state_dict\(assign=True\) would replace .* write load_state_dict\(state\)",
 )
 def assigned(run):
     model, _ = _trained(run)

@@ -174,7 +174,7 @@ def one_after_another(run):
     "Several models",
     "The same model distributed twice",
     "call `sherd.distribute` once per model, with its optimizer",
-    match=r"distributed already; call sherd\.distribute once per model",
+    match=r"already distributed; call sherd\.distribute once per model",
 )
 def twice(run):
     model = double()

@@ -1,4 +1,4 @@
-"""Torch's own wrappers, put around a model that is distributed already."""
+"""Torch's own wrappers, applied to a model that is already distributed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECTION = "After distribute"
 
 
 def _match(wrapper):
-    return rf"rank \d: torch's {wrapper} was put around a model .*; drop the wrapper and use `model` as it is"
+    return rf"rank \d: torch's {wrapper} was applied to a model .*; drop the wrapper and use `model` as it is"
 
 
 def _wrap(run, wrap):

@@ -1,20 +1,20 @@
-"""What a user calls: `distribute`, and what can be said about a distributed model afterwards.
+"""What a user calls: `distribute`, and the functions for models that are distributed.
 
-Read `training` first: a whole step on one screen. A call of `distribute` is a `plan`, on which ranks agree `together`,
-and its `carrying_out`. `helpers`, `metrics`, `seeding` and `bars` are for what is around the loop; they stand on
-`process`.
+Read `training` first: a whole step on one screen. Then a call of `distribute`, in its own order: `distribution`,
+`arguments`, `plan` (checked, but nothing changed yet), `apply`. `members` knows which modules are distributed;
+`functions` and `description` are for models that are. `recording` writes events; `helpers` is for the rest of a script.
 """
 
 from __future__ import annotations
 
-from sherd.api.bars import progress
 from sherd.api.distribution import distribute
 from sherd.api.functions import clip_grad_norm_, describe, full_grad, full_parameters, no_sync, weigh
-from sherd.api.helpers import barrier, broadcast, main_first, print
-from sherd.api.log import log
-from sherd.api.metrics import gather, mean
-from sherd.api.process import is_main, rank, world
-from sherd.api.seeding import seed
+from sherd.api.helpers.bars import progress
+from sherd.api.helpers.coordination import barrier, broadcast, main_first, print
+from sherd.api.helpers.log import log
+from sherd.api.helpers.metrics import gather, mean
+from sherd.api.helpers.process import is_main, rank, world
+from sherd.api.helpers.seeding import seed
 
 __all__ = [
     "barrier",

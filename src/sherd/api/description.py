@@ -1,4 +1,4 @@
-"""A distributed model in words and numbers."""
+"""The text of `sherd.describe`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sherd.engine.choices import AccumulateAt
 
 
 def described(training: Training) -> str:
-    """Strategy, accumulation, shards, bytes by kind, buckets and transport. Collective: it sums up over the ranks."""
+    """Strategy, accumulation, shards, bytes by kind, buckets and transport. Collective: it sums over the ranks."""
     engine = training.engine
     layout, comm = engine.layout, engine.comm
     mine, coming = training.memory(), training.coming_state_bytes()
@@ -42,7 +42,7 @@ def described(training: Training) -> str:
 
 
 def _accumulation(training: Training) -> list[str]:
-    """Where backwards are added up, if a step has several: it decides bits, and strategies differ in it."""
+    """Where backwards accumulate, if a step has several: it affects the bits, and strategies differ in it."""
     backwards, where = training.engine.window.length, training.choices.accumulate_at
     if backwards == 1:
         return []

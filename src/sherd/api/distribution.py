@@ -8,10 +8,9 @@ from typing import Any, TypeVar, overload
 
 from typing_extensions import Unpack
 
-from sherd.api import process, seeding
-from sherd.api.carrying_out import carry_out
+from sherd.api.apply import carry_out, together
+from sherd.api.helpers import process, seeding
 from sherd.api.plan import Plan
-from sherd.api.together import together
 from sherd.api.typing import (
     AccumulateAt,
     Check,
@@ -65,82 +64,93 @@ def distribute(
     comm: CommOptions | Communicator | None = None,
     **unknown: Any,
 ) -> Any:
-    """Train a model on all ranks of this job. Returns what it was given: the same objects, ready for the same loop.
+    """Train a model on all ranks of this job. Returns the objects it was given, ready for the same training loop.
 
         model, optimizer, loader = sherd.distribute(model, optimizer, loader)
 
-    Takes the model, its optimizer and loaders, by position; of these only the model is a must. Several models come
-    together if one optimizer trains them all: `sherd.distribute(encoder, decoder, optimizer)`; models with optimizers
-    of their own, as in a GAN, are distributed one after the other.
+    Takes the model, its optimizer and its loaders, by position; only the model is required. Pass several models in one
+    call if one optimizer trains them all: `sherd.distribute(encoder, decoder, optimizer)`. Models with their own
+    optimizers, as in a GAN, take a call each.
 
-    Collective: all ranks call it, with the same models, and take rank 0's weights. Under torchrun or `sherd run` it
-    starts torch.distributed if nobody has; without them it is a world of one. After `sherd.seed` it seeds by rank.
+    Collective: all ranks call it with the same models, and take rank 0's weights. Under torchrun or `sherd run` it
+    initialises torch.distributed if needed; without a launcher it is a world of one. After `sherd.seed` it seeds each
+    rank differently.
 
-    All or nothing: what is wrong on one rank is refused on every rank, and then model, optimizer and loaders are as
-    before, to be passed again.
+    All or nothing: an error on one rank is raised on every rank, and leaves model, optimizer and loaders unchanged.
 
     How ranks share the work:
-    strategy: "ddp" keeps everything on every rank; "zero1" shards the optimizer's state over the ranks, "zero2" the
-        gradients too, "zero3" the parameters too. Or an object with options, such as `sherd.ZeRO(stage=2, ...)`. All
-        give the same weights. Default: what `sherd run --strategy` says, else "zero2".
-    comm: `sherd.CommOptions(...)` for the communicator between the ranks, such as `timeout` and `transport`, or a
-        communicator that exists. Default: the fastest transport that works for these ranks.
+    strategy: "ddp" replicates everything; "zero1" shards the optimizer state over the ranks, "zero2" the gradients too,
+        "zero3" the parameters too. Or an object with options, such as `sherd.ZeRO(stage=2, ...)`. All of them give the
+        same weights. Default: the one in `sherd run --strategy`, else "zero2".
+    comm: `sherd.CommOptions(...)` for the communicator between the ranks, such as `timeout` and `transport`, or an
+        existing communicator. Default: the fastest transport that works for these ranks.
 
     What a step is:
-    accumulate: every K-th `step()` is the real one; `step()`, `zero_grad()` and a scheduler's `step()` do nothing in
-        between. The gradient is the mean over ranks and backwards (the sum, with `loss_reduction="sum"`). Default: 1.
-    accumulate_at: where backwards are added up: on the "rank" that made them (one exchange per step, and room for a
-        local gradient) or at the "owner" of each slice (an exchange per backward, and no such room). Strategies then
-        give the same bits if it is the same. Default: "rank" for ddp and zero1, "owner" for zero2 and zero3.
+    accumulate: every K-th `step()` is a real one; in between, `step()`, `zero_grad()` and a scheduler's `step()` do
+        nothing. The gradient is the mean over ranks and backwards (with `loss_reduction="sum"`, the sum). Default: 1.
+    accumulate_at: where gradients accumulate: on the "rank" that computed them (one exchange per step, and memory for a
+        local gradient) or at the "owner" of each slice (one exchange per backward, without that memory). Strategies
+        with the same value give the same bits. Default: "rank" for ddp and zero1, "owner" for zero2 and zero3.
     clip_norm: scale the gradient of every step so that its 2-norm over all parameters is at most this. Default: None,
         no clipping.
     nonfinite: what to do about NaN or infinite gradients: "skip" the step on every rank, "raise" an error, or "allow"
-        it. Default: "skip".
-    loss_reduction: whether the loss is a "mean" over its batch, so that gradients are averaged over the ranks, or a
-        "sum", so that they are added up. Default: "mean".
-    sync_buffers: what happens at each step to buffers that changed, such as the running statistics of batch norm: those
-        of floats become the "mean" over the ranks and others rank 0's; all become those of the "leader", rank 0; or
-        "none" is touched. Default: "mean".
-    bucket_bytes: bytes of gradients that are reduced together, at least 1024. Default: a share of the model, at most
+        them. Default: "skip".
+    loss_reduction: whether the loss is the "mean" over its batch, so that gradients are averaged over the ranks, or the
+        "sum", so that they are added. Default: "mean".
+    sync_buffers: how buffers that changed, such as the running statistics of batch norm, are synchronised at each step:
+        "mean" averages floating-point buffers over the ranks and takes others from rank 0, "leader" takes all from rank
+        0, "none" leaves them alone. Default: "mean".
+    bucket_bytes: bytes of gradients that are reduced together, at least 1024. Default: a fraction of the model, at most
         2 MB.
-    check: which writes into parameters are found where every rank has a copy of its own: those that torch's "versions"
-        show, or all "edits", by checksums. Where ranks share a copy all are found anyway. Default: "versions".
+    check: which writes to parameters are detected where every rank has its own copy: those that change torch's
+        "versions", or all "edits", by checksums. Where ranks share a copy all are detected. Default: "versions".
 
     What loaders yield:
-    global_batch: samples that a step takes on all ranks together; it sets the first loader's batch size, which is per
-        rank and backward, to global_batch / (ranks x accumulate). Default: the loader keeps its own.
-    iterable: what an IterableDataset gives to each rank: the whole stream, so that its batches are to be "split" among
-        the ranks, or a part of its own, as it is "sharded" already. Default: on several ranks it is refused.
+    global_batch: samples per step on all ranks together; sets the first loader's batch size, which is per rank and
+        backward, to global_batch / (ranks x accumulate). Default: the loader keeps its own batch size.
+    iterable: what an IterableDataset yields on each rank: the whole stream, so that its batches are to be "split" among
+        the ranks, or that rank's own part, because it is "sharded" already. Default: refused on several ranks.
     """
+    step = {
+        "accumulate": accumulate,
+        "accumulate_at": accumulate_at,
+        "clip_norm": clip_norm,
+        "nonfinite": nonfinite,
+        "loss_reduction": loss_reduction,
+        "sync_buffers": sync_buffers,
+        "bucket_bytes": bucket_bytes,
+        "check": check,
+    }
+    return _distribute(things, strategy, comm, step, {"global_batch": global_batch, "iterable": iterable}, unknown)
+
+
+def _distribute(
+    things: tuple[Any, ...],
+    strategy: StrategyName | Strategy | None,
+    comm: CommOptions | Communicator | None,
+    step: dict[str, Any],
+    loading: dict[str, Any],
+    unknown: dict[str, Any],
+) -> Any:
     if not isinstance(comm, CommOptions | Communicator | None):
         raise ConfigError(f"distribute takes comm=sherd.CommOptions(...) or a communicator, got {comm!r}")
     with ExitStack() as undo:
         ranks = comm if isinstance(comm, Communicator) else process.connect_for(comm)
         if ranks is not comm:
-            undo.push(ranks)  # closes it with the error, which other ranks then hear of
+            undo.push(ranks)  # closes it with the error, which the other ranks then get
 
         def make() -> Plan:
             for name in unknown:
                 raise ConfigError(_unknown(name))
-            options = StepOptions(
-                accumulate=accumulate,
-                accumulate_at=accumulate_at,
-                clip_norm=clip_norm,
-                nonfinite=nonfinite,
-                loss_reduction=loss_reduction,
-                sync_buffers=sync_buffers,
-                bucket_bytes=bucket_bytes,
-                check=check,
-            )
-            loading = LoaderOptions(global_batch=global_batch, iterable=iterable)
-            return Plan.of(things, chosen(strategy, speak=ranks.rank == 0), options, loading, ranks)
+            options, loader_options = StepOptions(**step), LoaderOptions(**loading)
+            return Plan.of(things, chosen(strategy, speak=ranks.rank == 0), options, loader_options, ranks)
 
         plan = together(ranks, make)
         with labelled("sherd.distribute"):
             plan.compare(ranks)
             carry_out(plan, ranks, undo)
         undo.pop_all()
-    process.distributed_over(ranks, accumulate, made_here=ranks is not comm)
+    process.distributed_over(ranks, plan.options.accumulate, made_here=ranks is not comm)
     seeding.by_rank(ranks)
     return things if len(things) > 1 else things[0]
 

@@ -1,4 +1,4 @@
-"""What a call of `distribute` is to do: right on this rank, and the same on all of them. It changes nothing yet."""
+"""What a call of `distribute` will do: checked on this rank, then compared between ranks. Nothing is changed yet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sherd.strategies import Strategy
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be done on this rank."""
+    """What to do on this rank."""
 
     strategy: Strategy
     options: StepOptions
@@ -39,7 +39,7 @@ class Plan:
     def of(
         cls, things: Sequence[Any], strategy: Strategy, options: StepOptions, loading: LoaderOptions, comm: Communicator
     ) -> Plan:
-        """Refuses all that this rank can tell by itself. Local."""
+        """Refuses whatever this rank can see is wrong by itself. Not collective."""
         models, optimizer, loaders = sort_out(things)
         if not loaders and loading != LoaderOptions():
             raise ConfigError(f"{loading} is about a loader; pass it: sherd.distribute(model, optimizer, loader)")
@@ -54,7 +54,7 @@ class Plan:
         choices = settled(strategy.choose(comm, inventory.device), options)
         if optimizer is not None:
             check_optimizer(optimizer, choices, strategy.name)
-        others = loading.replace(global_batch=None)  # the first one is to train with; others keep their batch size
+        others = loading.replace(global_batch=None)  # only the first loader is for training
         shardings = [
             data.plan(loader, comm, others if index else loading, options.accumulate)
             for index, loader in enumerate(loaders)
@@ -63,12 +63,12 @@ class Plan:
 
     @property
     def model(self) -> nn.Module:
-        """All models as one."""
+        """All models as one module."""
         return self.inventory.model
 
     @property
     def passed(self) -> str:
-        """What the call was given, in words."""
+        """What was passed, in words."""
         models = f"{len(self.models)} model{'s' if len(self.models) > 1 else ''}"
         optimizer = "no optimizer" if self.optimizer is None else "an optimizer"
         return f"{models}, {optimizer} and {len(self.shardings)} loaders"

@@ -27,7 +27,7 @@ _ATTRIBUTE = "_sherd_training"
 
 
 class Recorder(Protocol):
-    """Who tells of every step."""
+    """Records every step."""
 
     def record(self, closure: Closure | None, step: Callable[[Closure | None], Any]) -> Any:
         """Take the step `step(closure)`."""
@@ -41,21 +41,21 @@ class Training:
         self.strategy = strategy
         self.choices = choices
         self.recorder: Recorder | None = None
-        """Who tells of every step, while events are on."""
+        """Records every step, while events are on."""
 
     def own(self, thing: nn.Module | Optimizer) -> None:
-        """Be found by `thing`, and live as long as it does."""
+        """Let `thing` find this handle, and keep it alive."""
         vars(thing)[_ATTRIBUTE] = self
 
     def disown(self, thing: nn.Module | Optimizer) -> None:
-        """Be found no more."""
+        """Undo `own`."""
         vars(thing).pop(_ATTRIBUTE, None)
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a distributed model is a plain one."""
 
     def __reduce__(self) -> Any:
-        """In a pickle of a distributed model it becomes nothing, of a kind that `weights_only=True` reads too."""
+        """A pickled model has an empty dict in its place, which `weights_only=True` can read too."""
         return OrderedDict, ()
 
     def step(self, optimizer: Optimizer, closure: Closure | None) -> Any:
@@ -77,32 +77,32 @@ class Training:
         return loss
 
     def _update(self, optimizer: Optimizer) -> None:
-        # Inside the hooks of the step: before it they may edit parameters, and after it they see those of all ranks.
+        # Inside the step's hooks: pre-hooks may edit parameters, and post-hooks see the updates of all ranks.
         if optimizer._optimizer_step_pre_hooks:
-            self.engine.settle()  # or gradients
+            self.engine.settle()  # they may edit gradients too
         with self.engine.updating():
             self.updater.step()
 
     def _step_by_closure(self, optimizer: Optimizer, closure: Closure, updater: WholeOptimizer) -> Any:
-        """A step that evaluates the loss as often as it likes, each time with the loss and gradient of all ranks."""
+        """A step that may evaluate the loss several times, each time with the loss and gradient of all ranks."""
         engine, name = self.engine, type(optimizer).__name__
         if engine.window.length > 1:
             raise ConfigError(f"{name} evaluates the loss several times per step; use accumulate=1")
         weights = engine.weights
-        weight = weights.pending  # said before the step: it holds for every evaluation
+        weight = weights.pending  # set before the step, it holds for every evaluation
 
         def search() -> Any:
             with engine.updating() as update:
                 update.begun = False  # a first evaluation that fails leaves everything as it was
 
                 def evaluate(*arguments: Any, **options: Any) -> Any:
-                    update.begun |= engine.accept_edits()  # the steps so far of its search
+                    update.begun |= engine.accept_edits()  # the parameters that its search has set so far
                     weights.pending = weight
                     loss = closure(*arguments, **options)
                     if not engine.prepare_step():
                         raise SherdError(
-                            f"rank {engine.comm.rank}: the gradient is not finite, and {name} cannot skip a step that "
-                            f"it is in the middle of"
+                            f"rank {engine.comm.rank}: the gradient is not finite, and {name} cannot skip a step "
+                            f"half-way through"
                         )
                     if loss is not None or updater.needs_closure:
                         with labelled(f"the loss of step {engine.steps}"):
@@ -120,25 +120,25 @@ class Training:
         self.engine.forget(keep_zeros=not set_to_none)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """What `optimizer.state_dict()` gives."""
+        """What `optimizer.state_dict()` returns."""
         self.engine.torn.refuse("optimizer.state_dict()")
         with self._together("optimizer.state_dict()"):
             return self.updater.state_dict(self.engine.comm)
 
     def whole_state(self) -> dict[Any, Any]:
-        """What a copy of the optimizer keeps as its `state`."""
+        """The `state` of a copy of the optimizer."""
         self.engine.torn.refuse("a copy of the optimizer")
         with self._together("a copy or a pickle of the optimizer"):
             return self.updater.whole_state(self.engine.comm)
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
-        """Inside, ranks gather what each of them has a part of. One that does so alone must not wait for the rest."""
+        """Inside, ranks gather what each has a part of. A rank that calls it alone gets an error instead of waiting."""
         note = f"Under {self.strategy.name} {what} is collective: call it on every rank, and save it on one"
         with labelled(f"{what} after step {self.engine.steps}", note):
             if isinstance(self.engine.updater, OptimizerShard):
                 with self.engine.comm.counters.agreeing():
-                    # Or a rank alone might find the others where they gather something of the same form.
+                    # Or the call of a single rank might match another gather of the same form on the others.
                     self.engine.comm.agree(f"barrier({what})").wait()
             yield
 
@@ -148,12 +148,12 @@ class Training:
         self.engine.loaded_optimizer()
 
     def check_group(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Refuse a new group with parameters of something else."""
+        """Refuse a new group with parameters that are not the model's."""
         refuse_strangers(parameters, self.engine.inventory.parameters, "the new parameter group")
 
     @property
     def updater(self) -> WholeOptimizer | OptimizerShard:
-        """Who updates the parameters."""
+        """What updates the parameters."""
         if self.engine.updater is None:
             raise ConfigError("this model was distributed without an optimizer; pass it: distribute(model, optimizer)")
         return self.engine.updater
@@ -163,7 +163,7 @@ class Training:
         return 0 if self.engine.updater is None else self.engine.updater.state_bytes()
 
     def coming_state_bytes(self) -> int:
-        """Bytes of optimizer state that the first step will add on this rank; 0 after it, or if nobody can tell."""
+        """Bytes of optimizer state that the first step will add on this rank; 0 after it, or if that is unknown."""
         if self.engine.updater is None or self.engine.steps:
             return 0
         forecast = Forecast(*self.updater.users)
@@ -171,11 +171,11 @@ class Training:
         return sum(each for each in found if each is not None)
 
     def state_entries(self) -> int:
-        """How many tensors there is state for."""
+        """How many tensors have state."""
         return 0 if self.engine.updater is None else self.engine.updater.state_entries()
 
     def memory(self) -> dict[str, int]:
-        """Bytes that this rank allocated, by what they are."""
+        """Bytes that this rank allocated, by kind."""
         store = self.engine.store
         kinds = {"parameters": store.bytes(), **self.engine.gradient_bytes(), "optimizer state": self.state_bytes()}
         kinds["buckets"] += store.gathered_bytes()
@@ -188,9 +188,9 @@ def refuse_strangers(parameters: Sequence[nn.Parameter], known: Sequence[nn.Para
     for position, parameter in enumerate(parameters):
         if id(parameter) not in ours:
             raise ConfigError(
-                f"{where} has at position {position} a parameter of shape {tuple(parameter.shape)} that is not the "
-                f"distributed model's; build the optimizer from model.parameters(), or distribute all models that it "
-                f"trains together: sherd.distribute(encoder, decoder, optimizer)"
+                f"{where} has a parameter of shape {tuple(parameter.shape)} at position {position} that does not "
+                f"belong to the distributed model; build the optimizer from model.parameters(), or pass all the models "
+                f"that it trains in one call: sherd.distribute(encoder, decoder, optimizer)"
             )
 
 
@@ -206,11 +206,11 @@ def training_of(thing: nn.Module | Optimizer) -> Training:
 def find_training(thing: nn.Module | Optimizer) -> Training | None:
     """The same, or None."""
     training = vars(thing).get(_ATTRIBUTE)
-    return training if isinstance(training, Training) else None  # a pickle has something else in its place
+    return training if isinstance(training, Training) else None  # an unpickled model has something else there
 
 
 def _hooked(optimizer: Optimizer, update: Callable[[], Any]) -> Any:
-    """Run `update` as torch runs a step: inside the hooks that were registered for it, and in the profile."""
+    """Run `update` as torch runs a step: inside the registered hooks, and visible to the profiler."""
     run = Optimizer.profile_hook_step(lambda _: update())
     with torch.no_grad():
         return run(optimizer)

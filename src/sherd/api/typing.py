@@ -1,4 +1,5 @@
-"""What type checkers know of `distribute`. The options are checked when it runs, by `sherd.config`; a test compares."""
+"""The types of `distribute`, for type checkers. At run time `sherd.config` checks the options; a test compares the
+two."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The `sherd` command.
 
-`run`, `train`, `report` and `doctor` parse. Behind `run`, in the order in which a run goes: `options`, `request`,
-`checks`, `start`, `machines` (of the run, how they meet), `launcher` (starts `ranks`, each through `tied`), `output`
-(what the user sees), `messages`.
+`run`, `train`, `report` and `doctor` are the commands. Behind `run`: its `options`, `launch` (from a request to an exit
+status), `machines` (how the machines of a run meet), `output` (what the user sees) and `messages`.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from sherd.errors import SherdError
 BAD_INPUT = 2
 INTERRUPTED = 130
 
-# Why what we print ourselves cannot be written: nobody reads it, or it goes into a file on a full disk.
+# Why our own output cannot be written: nobody reads it, or it goes into a file on a full disk.
 _LEFT, _FULL = (errno.EPIPE, errno.EIO), (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # Plain text: a box around a one-line error makes it five lines.
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-# A script's own options follow it, so parsing stops at the first word that is not an option.
+# A script's own options come after it, so parsing stops at the first word that is not an option.
 app.command(
-    short_help="Start ranks of a script.",
+    short_help="Run a script on several ranks.",
     context_settings={"allow_interspersed_args": False, "token_normalize_func": normalised},
 )(run)
-app.command(short_help="What this machine offers to ranks.")(doctor)
-# As with run; an option in the place of the recipe is answered by the command itself.
+app.command(short_help="Show what this machine offers to ranks.")(doctor)
+# As with run; the command itself answers an option where the recipe should be.
 app.command(
-    short_help="Train a recipe, and draw a report of it.",
+    short_help="Train a recipe and write a report.",
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
 )(train)
-app.command(short_help="Draw runs into an HTML file.")(report)
+app.command(short_help="Plot runs in an HTML file.")(report)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         if error.errno not in (*_LEFT, *_FULL) or error.filename is not None:
             raise
-        # Or the interpreter would try again at its end, and complain about it.
+        # Or the interpreter would try again at exit, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno in _FULL:
             _complain(f"stdout cannot be written: {error.strerror}")
@@ -70,16 +69,16 @@ def _status(arguments: list[str]) -> int:
     except SherdError as error:
         return _complain(str(error))
     except Exception as error:
-        # Errors of the parser. Their class is not public in every release of typer; what they offer is.
+        # Errors of the parser. Their class is not public in every release of typer; their method is.
         if not hasattr(error, "format_message"):
             raise
         command = getattr(getattr(error, "ctx", None), "command_path", "sherd")
-        return _complain(f"{_worded(error.format_message())} ({command} --help lists what can be written)")
+        return _complain(f"{_worded(error.format_message())} ({command} --help lists the options)")
     return status if isinstance(status, int) else 0
 
 
 def _worded(message: str) -> str:
-    """The parser's suggestions in the form of our own."""
+    """The parser's suggestions, worded like our own."""
     message = re.sub(r"[.;,]? (?:Did|did) you mean:? (.*?)\??$", r"; did you mean \1?", message)
     found = re.search(r" \(Possible options: (.*)\)$", message)
     if found is None:

@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Print what this machine offers: torch, backends, memory, and which transport ranks would use."""
+    """Print what this machine offers: torch, backends, memory, and the transport that ranks would use."""
     facts = {**_machine(), **_torch(), **_shared_memory(), **_network(), **_transport()}
     if as_json:
         print(json.dumps(facts, indent=2))
@@ -89,7 +89,7 @@ def _transport() -> Facts:
 def _works(attempt: Callable[[], None]) -> bool:
     try:
         attempt()
-    except (OSError, AttributeError):  # the kernel does not allow it, or this Python does not know it
+    except (OSError, AttributeError):  # the kernel does not allow it, or this Python does not have it
         return False
     return True
 
@@ -123,10 +123,10 @@ def _shown(name: str, value: Any, facts: Facts) -> str:
     if name == "loopback" and not value:
         return str(facts["loopback_problem"])
     if name == "open_files" and value < files_needed(facts["cores"]):
-        return f"{value} (too few for a rank on every core: write `ulimit -n 1024`)"
+        return f"{value} (too few for a rank per core: write `ulimit -n 1024`)"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if name == "dev_shm_bytes":
         size = "absent" if value is None else f"{value / GIB:.2f} GiB"
-        return f"{size} (does not matter: sherd does not use it)"
+        return f"{size} (irrelevant: sherd does not use it)"
     return f"{value / GIB:.1f} GiB" if name.endswith("_bytes") else str(value)

@@ -1,4 +1,4 @@
-"""What the launcher says to the user, all of it on stderr."""
+"""The launcher's messages to the user, all on stderr."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from sherd.cli.words import ranks_in_words
 
 if TYPE_CHECKING:
-    from sherd.cli.ranks import Ended
+    from sherd.cli.launch.ranks import Ended
 
-_line: Callable[[str], None] | None = None  # what writes a line, while the ranks' output passes through this process
+_line: Callable[[str], None] | None = None  # writes a line, while the ranks' output passes through this process
 
 
-where = ""  # on which machine this is, where that has to be said
+where = ""  # the machine, where it has to be named
 _name = "sherd run"
 
 
@@ -25,7 +25,7 @@ def say(text: str) -> None:
 
 
 def speak_as(label: str) -> None:
-    """Whose words these are, where those of several machines are read in one place."""
+    """Name this machine in messages, where those of several machines appear together."""
     global _name, where
     where = f" on {label}" if label else ""
     _name = f"sherd run{where}"
@@ -33,7 +33,7 @@ def speak_as(label: str) -> None:
 
 @contextlib.contextmanager
 def said_by(line: Callable[[str], None]) -> Iterator[None]:
-    """Inside, lines are written by this function: it knows what else is on the terminal."""
+    """Inside, this function writes the lines: it knows what else is on the terminal."""
     global _line
     _line = line
     try:
@@ -50,15 +50,15 @@ def _write(text: str) -> None:
 
 
 def say_failed(cause: Ended) -> None:
-    """Which rank of this machine failed first, at once: to stop the others may take a while."""
-    where = "" if cause.traceback or cause.code < 0 or not cause.wrote else "; what it wrote is above"
+    """Report which rank of this machine failed first, at once: stopping the others may take a while."""
+    where = "" if cause.traceback or cause.code < 0 or not cause.wrote else "; see its output above"
     say(f"rank {cause.rank} failed first (pid {cause.pid}): {_ending(cause.code)}{where}")
     if cause.traceback:
         _write(cause.traceback)
 
 
 def conclude(failed: Sequence[Ended], *, ours: bool) -> int:
-    """Say what became of the ranks after the first failure, which was ours or on another machine; the exit status."""
+    """Report how the other ranks ended after the first failure, here (`ours`) or elsewhere; the exit status."""
     endings: dict[str, list[int]] = {}
     for one in failed[1:] if ours else failed:
         endings.setdefault(_ending(one.code), []).append(one.rank)
@@ -73,7 +73,7 @@ def _ending(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     if code == -signal.SIGKILL:
-        return "killed by SIGKILL, as the kernel does when memory runs out"
+        return "killed by SIGKILL, perhaps by the kernel because memory ran out"
     try:
         return f"ended by {signal.Signals(-code).name}"
     except ValueError:  # a real-time signal has no name

@@ -13,10 +13,10 @@ from sherd.errors import ConfigError, nearest
 MOST = 1 << 30
 MOST_AUTO = 8  # ranks that `-n auto` starts
 
-# The registry would have to import torch, which takes seconds. A test compares the two.
+# Asking the registry would import torch, which takes seconds. A test compares the two.
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
-# torchrun's names for ours. They are accepted and not listed.
+# torchrun's names for our options. They are accepted but not listed.
 _ELSEWHERE = {"nproc-per-node": "ranks"}
 
 
@@ -31,7 +31,7 @@ def cores() -> int:
 
 
 def number(least: int, most: int = MOST, more: str = "") -> Callable[[str | int], int]:
-    """A parser of whole numbers whose error shows what was found."""
+    """A parser of whole numbers, with an error that shows what was found."""
 
     def parse(text: str | int) -> int:
         if not str(text).isdecimal() or not least <= int(text) <= most:
@@ -72,20 +72,20 @@ Strategy = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help=f"For every distribute that names none: {', '.join(STRATEGIES)}.",
+        help=f"For every distribute without strategy=: {', '.join(STRATEGIES)}.",
         show_default=False,
         autocompletion=lambda: list(STRATEGIES),
     ),
 ]
-Nnodes = Annotated[int, typer.Option(help="Machines of the run; each starts sherd run.", **_COUNT)]
-NodeRank = Annotated[int, typer.Option(parser=number(0), metavar="RANK", help="Which of the machines this is.")]
+Nnodes = Annotated[int, typer.Option(help="Machines in the run; start sherd run on each.", **_COUNT)]
+NodeRank = Annotated[int, typer.Option(parser=number(0), metavar="RANK", help="The number of this machine.")]
 MasterAddr = Annotated[str | None, typer.Option(help="Address of machine 0.", show_default=False)]
 MasterPort = Annotated[int, typer.Option(parser=number(1, 65535), metavar="PORT", help="A free port of machine 0.")]
 TokenFile = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="A secret that the machines of a run share; also SHERD_TOKEN_FILE or SHERD_TOKEN.",
+        help="A file with the secret that the machines share; also SHERD_TOKEN_FILE or SHERD_TOKEN.",
         show_default=False,
     ),
 ]
@@ -95,36 +95,43 @@ Hosts = Annotated[
     str | None,
     typer.Option(
         metavar="A,B:4",
-        help="Start the run on these machines through ssh; a number after a name: ranks there.",
+        help="Start the run on these machines over ssh; a number after a name sets its ranks.",
         show_default=False,
     ),
 ]
 Ssh = Annotated[
     str | None,
     typer.Option(
-        metavar="COMMAND", help="What --hosts calls with a host and a command; default: ssh.", show_default=False
+        metavar="COMMAND",
+        help="The command that --hosts calls with a host and a command; default: ssh.",
+        show_default=False,
     ),
 ]
 RemotePython = Annotated[
     str | None,
-    typer.Option("--python", metavar="FILE", help="The interpreter on --hosts; default: as here.", show_default=False),
+    typer.Option(
+        "--python",
+        metavar="FILE",
+        help="The interpreter on --hosts; default: the same path as here.",
+        show_default=False,
+    ),
 ]
 LogDir = Annotated[
     str | None,
-    typer.Option(metavar="DIR", help="Keep what each rank writes in a file of its own.", show_default=False),
+    typer.Option(metavar="DIR", help="Write the output of each rank to its own file.", show_default=False),
 ]
 Events = Annotated[
     str | None,
-    typer.Option(metavar="DIR", help="Have ranks write their events there, for sherd report.", show_default=False),
+    typer.Option(metavar="DIR", help="Write events there, for sherd report.", show_default=False),
 ]
-Csv = Annotated[
-    str | None, typer.Option("--csv", metavar="FILE", help="Write a line per step there.", show_default=False)
-]
+Csv = Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Write a line per step.", show_default=False)]
 Tensorboard = Annotated[
     str | None, typer.Option("--tensorboard", metavar="DIR", help="Write figures for TensorBoard.", show_default=False)
 ]
 Layers = Annotated[bool, typer.Option("--layers", help="Add norms and update ratios per layer to the events.")]
-Live = Annotated[bool, typer.Option("--live", help="Draw the progress of the training in the terminal.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No display and no warnings; only what ranks write, and errors.")]
+Live = Annotated[bool, typer.Option("--live", help="Show the progress of the training in the terminal.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", help="No display and no warnings; only the output of ranks, and errors.")
+]
 Attended = Annotated[bool, typer.Option("--attended", hidden=True)]
 Label = Annotated[str, typer.Option("--label", hidden=True)]

@@ -1,4 +1,4 @@
-"""`sherd report`: parsing and printing."""
+"""The command `sherd report`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DEFAULT = "default: RUN/report.html, or sherd-report.html here for several runs
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of events, one per run.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories with events, one per run.")],
     output: Annotated[
         Path | None,
         typer.Option(
@@ -22,7 +22,7 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Draw one or several runs side by side into one HTML file that works without a network."""
+    """Plot one run, or several side by side, in one HTML file that works offline."""
     from sherd.report.html import (
         report as write_report,
     )  # takes a while to import, which other commands need not wait for

@@ -1,4 +1,4 @@
-"""`sherd train`: a recipe on the ranks of this machine, and a report of it."""
+"""`sherd train`: train a recipe on this machine, and write a report."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from typing import Annotated, NoReturn
 import typer
 
 from sherd import recipes
-from sherd.cli.checks import make_directory
+from sherd.cli.launch.checks import make_directory
 from sherd.cli.options import check_strategy, rank_count
 from sherd.errors import ConfigError, SherdError, nearest
 
-STRATEGY = "zero3"  # of a recipe whose user names none
+STRATEGY = "zero3"  # the default for recipes
 _INVALID = re.compile(r"invalid (int|float) value: ('.*')")
 _KINDS = {"int": "a whole number", "float": "a number"}
 
@@ -32,7 +32,7 @@ def train(
     recipe: Annotated[
         str | None,
         typer.Argument(
-            help="Which one; without it they are listed.",
+            help="The name of a recipe; without it, all are listed.",
             show_default=False,
             autocompletion=lambda: _names(),  # noqa: PLW0108  # it is defined below
         ),
@@ -41,12 +41,12 @@ def train(
         list[str] | None, typer.Argument(help="Its options: sherd train RECIPE --help.", show_default=False)
     ] = None,
 ) -> None:
-    """Train one of the recipes that come with sherd, and write a report of it."""
+    """Train one of the recipes that come with sherd, and write a report."""
     if recipe is None:
         print(_listing())
         return
     if recipe.startswith("-"):
-        raise ConfigError(f"a recipe comes before its options; write sherd train {_names()[0]} {recipe} ...")
+        raise ConfigError(f"the recipe comes before its options; write sherd train {_names()[0]} {recipe} ...")
     if recipe not in _names():
         raise ConfigError(f"there is no recipe {recipe!r}; {nearest(recipe, _names())}")
     raise typer.Exit(_train(recipe, arguments or []))
@@ -57,7 +57,7 @@ def _names() -> list[str]:
 
 
 def _listing() -> str:
-    """What there is, each with the first line of its file. They are read, not imported: torch takes seconds."""
+    """All recipes, each with the first line of its file. They are read, not imported: torch takes seconds."""
     lines = []
     for name in _names():
         source = (Path(recipes.__path__[0]) / f"{name}.py").read_text()
@@ -80,14 +80,14 @@ def _train(name: str, words: Sequence[str]) -> int:
     quiet = arguments.quiet
     status = run_command(command, arguments.ranks, strategy=strategy, live=not quiet, events=run, quiet=quiet)
     if status == 0:
-        # Whoever runs ranks leaves signals ignored; to draw a report may take a while, and Ctrl-C should end that.
+        # Running ranks leaves signals ignored; a report may take a while, and Ctrl-C should end it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _report(run)
     return status
 
 
 def _parse(name: str, recipe: ModuleType, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """All options, and the words that are the recipe's own."""
+    """All options, and the arguments for the recipe itself."""
     ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser: argparse.ArgumentParser = recipe.parser()
     parser.prog = f"sherd train {name}"
@@ -97,7 +97,9 @@ def _parse(name: str, recipe: ModuleType, words: Sequence[str]) -> tuple[argpars
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         options = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
-        raise ConfigError(f"{unknown[0]!r} is no option of {name}; {nearest(unknown[0].partition('=')[0], options)}")
+        raise ConfigError(
+            f"{unknown[0]!r} is not an option of {name}; {nearest(unknown[0].partition('=')[0], options)}"
+        )
     return arguments, ours.parse_known_args(words)[1]
 
 
@@ -110,7 +112,7 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         metavar="COUNT",
         help="ranks on this machine (default: one per core, at most 8: %(default)s)",
     )
-    group.add_argument("--run", type=Path, metavar="DIR", help="where its events and its report go (default: runs/...)")
+    group.add_argument("--run", type=Path, metavar="DIR", help="where events and the report go (default: runs/...)")
     group.add_argument("--quiet", action="store_true", help="no live display")
 
 
@@ -127,12 +129,12 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _report(run: Path) -> None:
-    """Its path is the last line."""
+    """Write the report; its path is the last line printed."""
     try:
         from sherd.report.html import report
 
         path = report([run])
-    except (ImportError, SherdError) as error:  # the training was fine, and its events are kept
+    except (ImportError, SherdError) as error:  # the training succeeded, and its events are kept
         print(f"sherd: no report: {error}; later: sherd report {run}", file=sys.stderr)
         return
     print(path)

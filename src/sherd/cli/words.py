@@ -1,4 +1,4 @@
-"""Small things that the launcher's files share, and that need no torch."""
+"""Small helpers of the launcher that do not need torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ TOKEN = "SHERD_TOKEN"
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Whole numbers as people write them: 0-2, 5."""
+    """Whole numbers as ranges: 0-2, 5."""
     found: list[list[int]] = []
     for number in sorted(set(numbers)):
         if found and found[-1][1] == number - 1:

@@ -1,8 +1,8 @@
-"""Data: a user's DataLoader, sharded over the ranks in place.
+"""A user's DataLoader, sharded over the ranks in place.
 
-Read in this order: `dealing` (who gets what: pure arithmetic), `share` (how much a batch counts), `way` (what a way of
-sharding is), `samplers`, `iterable` and `alone` (the ways), `loader` (how torch's loader is led along one), `sharding`
-(which), `restore` (what an object of the user's was before).
+Read in this order: `dealing` (which rank gets what: pure arithmetic), `batch_weight` (how much a batch counts),
+`scheme` (the interface of a sharding scheme), `order`, `samplers` and `iterable` (the schemes), `loader` (how torch's
+loader follows one), `sharding` (which one a loader gets), `restore` (undoing changes to a user's object).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Who gets what: pure arithmetic on the order of an epoch.
+"""Which rank gets what: pure arithmetic on the order of an epoch.
 
-An *order* is what one process would read, one after the other. It is cut into *groups*, one per iteration; a group is
-dealt to the ranks in consecutive parts. The *share* of a rank is what its part counts, so that the mean over the ranks
-of share times (mean over the part) is the mean over the group: 1 where all parts are equal.
+An *order* is the sequence of samples that one process would read. It is cut into *groups*, one per iteration; a group
+is dealt to the ranks in consecutive parts. The *weight* of a part makes the mean over the ranks of weight x (mean over
+the part) equal to the mean over the group: 1 where all parts have the same size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Group(NamedTuple):
 
 
 def groups(chunks: Iterable[Sequence[Any]], size: int, drop_last: bool) -> Iterator[Group]:
-    """Cut an order that comes in chunks, whatever their lengths, into groups of `size`; the last may be smaller."""
+    """Cut an order, which comes in chunks of any length, into groups of `size`; the last may be smaller."""
     rest: Sequence[Any] = ()
     for chunk in chunks:
         order = [*rest, *chunk[:]] if rest else chunk
@@ -38,20 +38,20 @@ def iterations(count: int, size: int, drop_last: bool) -> int:
 
 
 def part(count: int, world: int, rank: int) -> tuple[int, int]:
-    """From where to where `rank` takes of `count` things: sizes differ by one at most."""
+    """The range of `count` items that `rank` gets. Sizes differ by at most one."""
     least, more = divmod(count, world)
     start = rank * least + min(rank, more)
     return start, start + least + (rank < more)
 
 
-def share_of(counts: Sequence[int], rank: int) -> float:
-    """What the part of `rank` counts, where the ranks have parts of `counts`."""
+def weight_of(counts: Sequence[int], rank: int) -> float:
+    """The weight of the part of `rank`, where the parts have these sizes."""
     total = sum(counts)
     return counts[rank] * len(counts) / total if total else 0.0
 
 
 def deal(group: Group, world: int, rank: int) -> tuple[list[Any], float]:
-    """The part of `rank` and its share. Who gets none takes the last of the group once more, for nothing."""
+    """The part of `rank` and its weight. A rank that gets nothing repeats the last of the group, with weight 0."""
     order, start, stop = group
     count = stop - start
     first, last = part(count, world, rank)
@@ -61,9 +61,9 @@ def deal(group: Group, world: int, rank: int) -> tuple[list[Any], float]:
 
 
 def deal_whole(batches: Sequence[Any], rows: Sequence[int], world: int, rank: int) -> tuple[Any, float]:
-    """The batch of `rank` among at most `world` of them, and its share by `rows`.
+    """The batch of `rank` among at most `world` of them, and its weight by `rows`.
 
-    Who gets none takes the last one too, for nothing.
+    A rank that gets none repeats the last one, with weight 0.
     """
     mine = batches[min(rank, len(batches) - 1)]
-    return mine, share_of([*rows, *(0 for _ in range(world - len(batches)))], rank)
+    return mine, weight_of([*rows, *(0 for _ in range(world - len(batches)))], rank)

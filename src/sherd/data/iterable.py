@@ -1,4 +1,4 @@
-"""Loaders whose order is not ours to deal: an IterableDataset, or a sampler that is distributed by itself."""
+"""Loaders whose order sherd does not deal: an IterableDataset, or a sampler that is already distributed."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import torch
 from torch import Tensor
 
 from sherd.comm import Communicator, labelled
-from sherd.data.dealing import deal_whole, iterations, share_of
-from sherd.data.way import Turn, Way, length
+from sherd.data.dealing import deal_whole, iterations, weight_of
+from sherd.data.scheme import Epoch, ShardingScheme, length
 from sherd.errors import SherdError
 
 
-class Splitting(Way):
-    """Every rank reads the whole stream, and takes one batch in `world`."""
+class Splitting(ShardingScheme):
+    """Every rank reads the whole stream and takes every `world`-th batch."""
 
     def __init__(self, comm: Communicator, drop_last: bool) -> None:
         super().__init__(comm)
         self._drop_last = drop_last
 
-    def turn(self, sampling: Any) -> Turn:
+    def epoch(self, sampling: Any) -> Epoch:
         return _Splitting(self._comm, self._drop_last)
 
     def length(self, own: int) -> int:
         return iterations(own, self._comm.world, self._drop_last)
 
     def seed(self, drawn: int) -> int:
-        """Rank 0's, without the rank: workers that shuffle must give every rank the same stream. Collective."""
+        """Rank 0's, the same on every rank: workers that shuffle must give every rank the same stream. Collective."""
         with self._comm.counters.agreeing(), labelled("the seed of a stream"):
             return int(self._comm.broadcast(torch.tensor([drawn])).wait())
 
@@ -49,21 +49,22 @@ class _Splitting:
                 self._ended = True
         if not batches or (self._drop_last and self._ended):
             raise StopIteration
-        batch, share = deal_whole(batches, [rows(batch) for batch in batches], self._comm.world, self._comm.rank)
-        return batch, share, rows(batch)
+        batch, weight = deal_whole(batches, [rows(batch) for batch in batches], self._comm.world, self._comm.rank)
+        return batch, weight, rows(batch)
 
 
-class Agreeing(Way):
-    """Every rank reads its own part; in each iteration ranks agree on what there is.
+class Agreeing(ShardingScheme):
+    """Every rank reads its own part; in each iteration the ranks agree on who still has data.
 
-    `sized` are things with lengths: in an epoch where those are the same on all ranks, all parts are.
+    `sized` are objects with lengths: in an epoch where these are equal on all ranks, so are the parts, and there is
+    nothing to agree on.
     """
 
     def __init__(self, comm: Communicator, sized: Sequence[Any] = ()) -> None:
         super().__init__(comm)
         self._sized = sized
 
-    def turn(self, sampling: Any) -> Turn:
+    def epoch(self, sampling: Any) -> Epoch:
         return _Agreeing(self._comm, self._sized)
 
 
@@ -87,7 +88,7 @@ class _Agreeing:
         return self._agree(draw)
 
     def _compare(self) -> bool:
-        """Whether all ranks have the same lengths. Collective."""
+        """Whether the lengths are equal on all ranks. Collective."""
         if not self._sized:
             return False
         lengths = torch.tensor([length(thing) for thing in self._sized])
@@ -102,7 +103,7 @@ class _Agreeing:
             self._ended, batch = True, self._last
         if not self._ended:
             self._taken += 1
-            self._last = _spare(batch)
+            self._last = _copy_of(batch)
         mine = torch.tensor([0 if self._ended else rows(batch), int(not self._ended), self._taken])
         with self._comm.counters.agreeing(), labelled("which ranks still have data"):
             found = self._comm.all_gather(mine).wait().view(self._comm.world, -1).t().tolist()
@@ -113,14 +114,14 @@ class _Agreeing:
         empty = [rank for rank, batches in enumerate(taken) if not batches]
         if empty:
             raise SherdError(
-                f"rank {self._comm.rank}: ranks {empty} have no batch at all in this epoch where others have, so they "
-                f"have nothing to train on beside them; give every rank at least one batch"
+                f"rank {self._comm.rank}: ranks {empty} have no batch at all in this epoch while others do, so they "
+                f"cannot take part in its steps; give every rank at least one batch"
             )
-        return batch, share_of(counts, self._comm.rank), rows(batch)
+        return batch, weight_of(counts, self._comm.rank), rows(batch)
 
 
 def rows(batch: Any) -> int:
-    """The length of the first tensor in a batch, whatever it is made of; 1 if there is none."""
+    """The length of the first tensor in a batch of any structure; 1 if there is none."""
     tensor = _first_tensor(batch)
     return 1 if tensor is None or tensor.dim() == 0 else tensor.shape[0]
 
@@ -137,6 +138,6 @@ def _first_tensor(thing: Any) -> Tensor | None:
     return next(filter(lambda found: found is not None, map(_first_tensor, inside)), None)
 
 
-def _spare(batch: Any) -> Any:
-    """A batch to repeat: a loop may take things out of the one that it gets."""
+def _copy_of(batch: Any) -> Any:
+    """A copy of a batch, to repeat: the loop may remove items from the one that it gets."""
     return copy.copy(batch) if isinstance(batch, (MutableMapping, MutableSequence)) else batch

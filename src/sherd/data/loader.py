@@ -1,4 +1,4 @@
-"""A loader that is led along a way of sharding: a batch comes with its share and its number of samples."""
+"""A loader that follows a sharding scheme: each batch comes with its weight and its number of samples."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from sherd.data import share
-from sherd.data.way import Way
+from sherd.data import batch_weight
+from sherd.data.scheme import ShardingScheme
 from sherd.observe import monitor
 from sherd.patches import loader_object
 
 
-def lead(loader: DataLoader[Any], way: Way, trains: bool, alone: bool) -> None:
-    """Lead `loader` along `way`; `trains` says whether its batches are those of the steps.
+def attach(loader: DataLoader[Any], scheme: ShardingScheme, trains: bool, alone: bool) -> None:
+    """Make `loader` follow `scheme`. `trains`: its batches are the ones that steps train on.
 
-    `alone`, in a world of one, nothing is sharded, and workers keep their seeds.
+    `alone`: a world of one, where nothing is sharded and workers keep their seeds.
     """
-    loader_object.install(loader, Guide(way, trains), sharded=not alone)
+    loader_object.install(loader, Guide(scheme, trains), sharded=not alone)
 
 
 def is_counted(loader: Any) -> bool:
@@ -28,27 +28,27 @@ def is_counted(loader: Any) -> bool:
 
 
 def trains(loader: Any) -> bool:
-    """Whether it is a loader whose batches are those of the steps."""
+    """Whether its batches are the ones that steps train on."""
     guide: Guide | None = loader_object.guide_of(loader)
     return guide is not None and guide.trains
 
 
 class Guide:
-    """Leads one loader."""
+    """What sherd adds to one loader."""
 
-    def __init__(self, way: Way, trains: bool) -> None:
-        self.way = way
+    def __init__(self, scheme: ShardingScheme, trains: bool) -> None:
+        self.scheme = scheme
         self.trains = trains
 
     def wrap(self, iterator: Any, loader: Any) -> CountedIterator:
         return CountedIterator(iterator, loader, self)
 
-    def lend(self, wrapped: CountedIterator) -> Lent:
-        return Lent(wrapped)
+    def lend(self, wrapped: CountedIterator) -> LoopIterator:
+        return LoopIterator(wrapped)
 
 
 class _Forwarding:
-    """Has whatever another iterator has."""
+    """Passes everything on to another iterator."""
 
     def __init__(self, iterator: Any) -> None:
         self._inner = iterator
@@ -60,13 +60,13 @@ class _Forwarding:
         return len(self._inner)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_inner":  # of a copy that has nothing yet
+        if name == "_inner":  # a copy has no attributes yet
             raise AttributeError(name)
         return getattr(self._inner, name)
 
 
 class CountedIterator(_Forwarding):
-    """An iterator of torch's whose batches are counted."""
+    """One of torch's iterators, with its batches counted."""
 
     def __init__(self, iterator: Any, loader: Any, guide: Guide) -> None:
         super().__init__(iterator)
@@ -85,20 +85,20 @@ class CountedIterator(_Forwarding):
         return batch
 
     def _take(self) -> tuple[Any, int]:
-        """The next batch, and how many of its samples count: none if they are only repeated."""
+        """The next batch, and how many of its samples count: 0 if they are all repeats."""
         held = self._pass()
         try:
-            batch, counts, samples = self._turn.take(self._inner.__next__)
+            batch, weight, samples = self._epoch.take(self._inner.__next__)
         except BaseException:
             if held is not None:
                 held.ends()
             raise
         if held is not None:
-            held.yields(counts, samples)
-        return batch, samples if counts else 0
+            held.yields(weight, samples)
+        return batch, samples if weight else 0
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        """Persistent workers begin another epoch."""
+        """Begin another epoch with persistent workers."""
         before = self._pass()
         if before is not None:
             before.ends()
@@ -106,14 +106,14 @@ class CountedIterator(_Forwarding):
         self._begin(loader)
 
     def _begin(self, loader: Any) -> None:
-        self._turn = self._guide.way.turn(self._inner._sampler_iter)
-        self.held: share.Pass | None = share.Pass(loader)  # unless a loop holds it
+        self._epoch = self._guide.scheme.epoch(self._inner._sampler_iter)
+        self.held: batch_weight.Pass | None = batch_weight.Pass(loader)  # unless a loop holds it
         self._pass = weakref.ref(self.held)
 
 
-class Lent(_Forwarding):
-    """An iterator with persistent workers, as a loop gets it. The loader keeps the iterator itself, so only this one
-    tells when the loop was left."""
+class LoopIterator(_Forwarding):
+    """What a loop gets of an iterator with persistent workers. The loader keeps the iterator itself, so only the end of
+    this object shows that the loop was left."""
 
     def __init__(self, iterator: CountedIterator) -> None:
         super().__init__(iterator)

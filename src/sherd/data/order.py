@@ -1,7 +1,7 @@
-"""The order of an epoch, agreed on in pieces: a sampler may give more than fits into memory, even without end.
+"""The order of an epoch, agreed on in pieces: a sampler may yield more than fits into memory, or never end.
 
-A piece is agreed on where every rank takes the same batch, never where torch's iterator happens to draw: how far ahead
-of the loop that draws depends on the workers, of which ranks may have different numbers.
+The ranks agree on a piece at the point where each of them takes the same batch, never where torch's iterator happens to
+draw: how far it draws ahead depends on the number of workers, which may differ between ranks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from sherd.comm import Communicator, labelled
-from sherd.data.way import length
+from sherd.data.scheme import length
 from sherd.errors import CommError, Diverged
 
 SAMPLES, BATCHES = 1 << 16, 1 << 12
-"""How many samples, or batches of a batch sampler, are agreed on at a time: drawn in milliseconds, kept in half a
-megabyte, and few enough exchanges for none of them to be felt."""
+"""How many samples, or batches of a batch sampler, are agreed on at a time: drawn in milliseconds, stored in half a
+megabyte, and exchanged so rarely that it costs nothing noticeable."""
 
 
 class Order(Protocol):
@@ -31,11 +31,11 @@ class Order(Protocol):
     def __iter__(self) -> Iterator[Sequence[Any]]: ...
 
     def before(self, batch: int) -> None:
-        """Every rank is about to take this batch of its own, the first of which is 0."""
+        """Every rank is about to take its batch number `batch`, counted from 0."""
 
 
-class Known:
-    """An order that every rank knows."""
+class KnownOrder:
+    """An order that every rank knows by itself."""
 
     def __init__(self, order: Sequence[Any]) -> None:
         self._order = order
@@ -47,10 +47,10 @@ class Known:
         pass
 
 
-class FromLeader:
-    """What `source`, an iterator of `sampler`, gives on rank 0, on every rank: at most `most` items at a time.
+class LeaderOrder:
+    """On every rank, what `source`, an iterator of `sampler`, yields on rank 0: at most `most` items at a time.
 
-    `size` items are a batch of all ranks; `ahead` is how many batches this rank may draw before it takes the first.
+    `size` items make one batch for all ranks; `ahead` is how many batches this rank may draw before it takes the first.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class FromLeader:
         self._ahead = ahead
         self._agreed = 0  # items
         self._ended = False
-        self._pieces: deque[Sequence[Any]] = deque()  # that nobody has asked for yet
+        self._pieces: deque[Sequence[Any]] = deque()  # agreed on, but not asked for yet
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
         while self._pieces or not self._ended:
@@ -74,21 +74,21 @@ class FromLeader:
         next(self._source, None)  # it may draw random numbers at its end
 
     def before(self, batch: int) -> None:
-        """Have agreed on all that any rank may draw by then. Collective where it is time for another piece."""
+        """Agree on everything that any rank may draw by then. Collective where another piece is due."""
         while not self._ended and self._agreed < (batch + 1 + self._ahead) * self._size:
             self._agree()
 
     def _agree(self) -> None:
         """Take the next piece. Collective."""
         position, limit, last = self._agreed, *self._next_limit()
-        items = list(itertools.islice(self._source, limit))  # on all ranks: it may move their random states
+        items = list(itertools.islice(self._source, limit))  # on all ranks, so that their random states advance alike
         with self._comm.counters.agreeing(), labelled(f"the order of an epoch from its item {position} on"):
             header = (position, len(items), last or len(items) < limit, Compact.kind(items))
             leaders, count, self._ended, kind = self._comm.broadcast_object(header)
             if leaders != position:
                 raise Diverged(
-                    f"the ranks read different parts of an epoch: rank 0 is about to agree on the order of its samples "
-                    f"from item {leaders} on and rank {self._comm.rank} from item {position} on; take the same batches "
+                    f"the ranks are out of sync in an epoch: rank 0 is about to agree on the order of its samples from "
+                    f"item {leaders} on, rank {self._comm.rank} from item {position} on; take the same batches "
                     f"of the same loader on every rank",
                     ranks=(0, self._comm.rank),
                 )
@@ -98,10 +98,10 @@ class FromLeader:
         self._agreed += count
 
     def _next_limit(self) -> tuple[int, bool]:
-        """How many items to draw next, and whether these are surely the last.
+        """How many items to draw next, and whether these are certainly the last.
 
-        Never more than the sampler says it has left: at its end it may draw random numbers, which a loop that is left
-        before the end does not want. It may give more than it says, even without end. torch's own do not.
+        Never more than the sampler's length leaves: at its end it may draw random numbers, which must not happen in a
+        loop that stops early. A sampler may yield more than its length, or never end; torch's own do not.
         """
         says = length(self._sampler)
         left = says - self._agreed
@@ -122,9 +122,9 @@ class FromLeader:
 
 
 class Compact:
-    """Whole numbers of one kind, in 8 bytes each: a list would take several times as much on every rank.
+    """Integers of one kind, in 8 bytes each: a list would take several times as much on every rank.
 
-    The kind goes by its name, since a type is not plain data: "int", "Tensor", or numpy's letter for one of its own.
+    The kind is a string, since a type is not plain data: "int", "Tensor", or numpy's letter for one of its types.
     """
 
     def __init__(self, values: Tensor, kind: str) -> None:
@@ -142,7 +142,7 @@ class Compact:
 
     @staticmethod
     def kind(items: Sequence[Any]) -> str:
-        """Of all items, if a `Compact` can keep them, or ""."""
+        """The kind of all items, or "" if a `Compact` cannot hold them."""
         kinds = set(map(type, items))
         kind = kinds.pop() if kinds else int
         if kinds:
@@ -158,5 +158,5 @@ def _numpy_kind(kind: str) -> Any:
     import numpy
 
     if kind not in tuple(numpy.typecodes["AllInteger"]):
-        raise CommError(f"rank 0 sent the order of an epoch as numbers of an unknown kind, {kind!r}", (0,))
+        raise CommError(f"rank 0 sent the order of an epoch as integers of an unknown kind, {kind!r}", (0,))
     return numpy.dtype(kind).type

@@ -1,4 +1,4 @@
-"""Objects of the user's, put back as they were when something was refused after they had been changed."""
+"""Undo changes to a user's object, for a `distribute` that fails half-way."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 _CLASS: Any = object.__dict__["__class__"]
-"""The class itself: some of ours say that they are another."""
+"""The real class: some of ours report another as their `__class__`."""
 
 
 def as_it_is(thing: Any) -> Callable[[], None]:
-    """Gives `thing` back the class and the attributes that it has now, whatever was done to them since.
-
-    What its attributes refer to is not copied.
-    """
+    """A function that later gives `thing` back its present class and attributes. Their values are not copied."""
     kind, own = type(thing), dict(vars(thing))
 
     def restore() -> None:

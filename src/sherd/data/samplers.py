@@ -1,7 +1,7 @@
-"""Dealing the indices of a dataset that has them: every rank loads only what it trains on.
+"""Dealing the indices of a map-style dataset: every rank loads only what it trains on.
 
-The order is the one that the user's own sampler gives on rank 0. The others run theirs too, so that their random states
-move as rank 0's does, and take rank 0's.
+The order is the one that the user's own sampler yields on rank 0. The other ranks run theirs too, so that their random
+states advance as rank 0's does, but use rank 0's order.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from sherd.comm import Communicator
 from sherd.data import order
 from sherd.data.dealing import deal, deal_whole, groups, iterations
 from sherd.data.iterable import rows
-from sherd.data.order import FromLeader, Known, Order
-from sherd.data.way import Turn, Way, length
+from sherd.data.order import KnownOrder, LeaderOrder, Order
+from sherd.data.scheme import Epoch, ShardingScheme, length
 from sherd.errors import ConfigError
 
-Hand = tuple[Any, float, int | None]
-"""What torch loads as one batch, its share and its samples; None where the dataset makes the batches, which then have
-to be seen to be counted."""
+DealtBatch = tuple[Any, float, int | None]
+"""The indices of one batch, its weight and its number of samples: None where the dataset makes the batches, so that
+they can only be counted once they are loaded."""
 
 
-class Dealing(Way):
+class Dealing(ShardingScheme):
     """The order of the user's sampler, dealt to the ranks."""
 
     def __init__(self, comm: Communicator, indices: Samples | Batches) -> None:
@@ -36,33 +36,33 @@ class Dealing(Way):
         self._indices.ahead = ahead
         return self._indices
 
-    def turn(self, sampling: Any) -> Turn:
-        if not isinstance(sampling, Hands):
+    def epoch(self, sampling: Any) -> Epoch:
+        if not isinstance(sampling, DealtBatches):
             raise ConfigError(
-                f"rank {self._comm.rank}: this class of loader draws its indices in a way of its own, which cannot be "
-                f"dealt to ranks; pass a plain torch.utils.data.DataLoader, or leave it out of distribute"
+                f"rank {self._comm.rank}: this loader's class draws indices by itself, so they cannot be dealt to the "
+                f"ranks; pass a plain torch.utils.data.DataLoader, or leave it out of distribute"
             )
         return sampling
 
 
-class Hands:
-    """The hands that this rank is dealt in an epoch.
+class DealtBatches:
+    """The batches that this rank is dealt in an epoch.
 
-    torch draws ahead of what it yields, so what batches count is kept until they are.
+    torch draws ahead of what it yields, so weights and counts wait here until their batches are yielded.
     """
 
-    def __init__(self, order: Order, hands: Iterator[Hand]) -> None:
+    def __init__(self, order: Order, batches: Iterator[DealtBatch]) -> None:
         self._order = order
-        self._hands = hands
+        self._batches = batches
         self._counts: deque[tuple[float, int | None]] = deque()
         self._taken = 0
 
-    def __iter__(self) -> Hands:
+    def __iter__(self) -> DealtBatches:
         return self
 
     def __next__(self) -> Any:
-        indices, share, samples = next(self._hands)
-        self._counts.append((share, samples))
+        indices, weight, samples = next(self._batches)
+        self._counts.append((weight, samples))
         return indices
 
     def take(self, draw: Callable[[], Any]) -> tuple[Any, float, int]:
@@ -70,16 +70,16 @@ class Hands:
         self._taken += 1
         try:
             batch = draw()
-            share, samples = self._counts[0]
-            return batch, share, rows(batch) if samples is None else samples
+            weight, samples = self._counts[0]
+            return batch, weight, rows(batch) if samples is None else samples
         finally:
-            if self._counts:  # also for a batch that failed to load: a loop may go on with the next one
+            if self._counts:  # also if the batch failed to load: a loop may go on with the next one
                 self._counts.popleft()
 
 
 class Samples:
-    """Deals samples: what torch's BatchSampler would batch. Without a batch size, one key at a time, as then
-    the dataset itself may give a whole batch for a key."""
+    """Deals the samples that torch's BatchSampler would batch; without a batch size, one key at a time, since the
+    dataset may then return a whole batch for a key."""
 
     def __init__(self, comm: Communicator, sampler: Any, batch: int | None, drop_last: bool) -> None:
         self._comm = comm
@@ -88,30 +88,30 @@ class Samples:
         self._size = comm.world * (batch or 1)
         self._drop_last = drop_last
         self.ahead = 0
-        """How many batches are drawn before the first is taken, in the epochs that begin from now on."""
+        """How many batches are drawn before the first is taken, in epochs that begin from now on."""
 
     def __len__(self) -> int:
         return iterations(len(self._sampler), self._size, self._drop_last)
 
-    def __iter__(self) -> Hands:
+    def __iter__(self) -> DealtBatches:
         if type(self._sampler) is SequentialSampler:
-            known = Known(range(len(self._sampler)))
-            return Hands(known, self._deal(known))
-        # torch's BatchSampler begins with the sampler when it is asked for the first batch; without one torch does at
-        # once. A sampler may draw random numbers then.
-        source = _late(self._sampler) if self._batch else iter(self._sampler)
+            known = KnownOrder(range(len(self._sampler)))
+            return DealtBatches(known, self._deal(known))
+        # torch's BatchSampler starts the sampler when asked for the first batch; without one torch starts it at once.
+        # It matters because a sampler may draw random numbers when it starts.
+        source = _begun_late(self._sampler) if self._batch else iter(self._sampler)
         most, size = order.SAMPLES, self._size
-        agreed = FromLeader(self._comm, self._sampler, source, most=most, size=size, ahead=self.ahead)
-        return Hands(agreed, self._deal(agreed))
+        agreed = LeaderOrder(self._comm, self._sampler, source, most=most, size=size, ahead=self.ahead)
+        return DealtBatches(agreed, self._deal(agreed))
 
-    def _deal(self, order: Order) -> Iterator[Hand]:
+    def _deal(self, order: Order) -> Iterator[DealtBatch]:
         for group in groups(order, self._size, self._drop_last):
-            indices, share = deal(group, self._comm.world, self._comm.rank)
-            yield (indices, share, len(indices)) if self._batch else (indices[0], share, None)
+            indices, weight = deal(group, self._comm.world, self._comm.rank)
+            yield (indices, weight, len(indices)) if self._batch else (indices[0], weight, None)
 
 
 class Batches:
-    """Deals the batches of the user's own batch sampler, as they are."""
+    """Deals the batches of the user's own batch sampler, unchanged."""
 
     def __init__(self, comm: Communicator, batch_sampler: Any) -> None:
         self._comm = comm
@@ -121,24 +121,62 @@ class Batches:
     def __len__(self) -> int:
         return iterations(len(self._batch_sampler), self._comm.world, drop_last=False)
 
-    def __iter__(self) -> Hands:
+    def __iter__(self) -> DealtBatches:
         source, most, size = iter(self._batch_sampler), order.BATCHES, self._comm.world
-        agreed = FromLeader(self._comm, self._batch_sampler, source, most=most, size=size, ahead=self.ahead)
-        return Hands(agreed, self._deal(agreed))
+        agreed = LeaderOrder(self._comm, self._batch_sampler, source, most=most, size=size, ahead=self.ahead)
+        return DealtBatches(agreed, self._deal(agreed))
 
-    def _deal(self, order: Order) -> Iterator[Hand]:
+    def _deal(self, order: Order) -> Iterator[DealtBatch]:
         for piece, start, stop in groups(order, self._comm.world, drop_last=False):
             batches = piece[start:stop]
-            counts = [samples_of(batch) for batch in batches]
-            batch, share = deal_whole(batches, counts, self._comm.world, self._comm.rank)
-            yield batch, share, samples_of(batch)
+            counts = [_samples_of(batch) for batch in batches]
+            batch, weight = deal_whole(batches, counts, self._comm.world, self._comm.rank)
+            yield batch, weight, _samples_of(batch)
 
 
-def samples_of(batch: Any) -> int:
-    """How many samples torch loads for what a batch sampler gave."""
+class SingleRank(ShardingScheme):
+    """A world of one: torch's own order, batches and seeds. Batches are counted, and nothing else changes.
+
+    With `by_index`, samples are counted as the batch sampler draws them, whatever a batch is made of; else by the rows
+    of a batch.
+    """
+
+    def __init__(self, comm: Communicator, by_index: bool) -> None:
+        super().__init__(comm)
+        self._by_index = by_index
+
+    def indices(self, own: Iterable[Any], ahead: int) -> Iterable[Any]:
+        return _Drawn(own) if self._by_index else own
+
+    def epoch(self, sampling: Any) -> Epoch:
+        return sampling if isinstance(sampling, DealtBatches) else _ByRows()
+
+
+class _Drawn:
+    """What a batch sampler yields, counted."""
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self._sampler = sampler
+
+    def __iter__(self) -> DealtBatches:
+        drawn = iter(self._sampler)  # now, as torch does: a sampler may draw random numbers
+        return DealtBatches(KnownOrder(()), ((indices, 1.0, _samples_of(indices)) for indices in drawn))
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # type: ignore[arg-type]  # as torch would ask it
+
+
+class _ByRows:
+    def take(self, draw: Callable[[], Any]) -> tuple[Any, float, int]:
+        batch = draw()
+        return batch, 1.0, rows(batch)
+
+
+def _samples_of(batch: Any) -> int:
+    """How many samples torch loads for what a batch sampler yielded."""
     found = length(batch)
     return 1 if found < 0 else found
 
 
-def _late(items: Iterable[Any]) -> Iterator[Any]:
+def _begun_late(items: Iterable[Any]) -> Iterator[Any]:
     yield from items

@@ -1,6 +1,6 @@
-"""Which way a loader is sharded, and what is refused.
+"""Which scheme a loader is sharded by, and which loaders are refused.
 
-First every rank makes a plan, which changes nothing; then ranks compare their plans; then the loaders are changed.
+First every rank makes a plan, which changes nothing; then the ranks compare their plans; then the loaders are changed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDa
 
 from sherd.comm import Communicator
 from sherd.config import LoaderOptions
-from sherd.data.alone import Alone
 from sherd.data.iterable import Agreeing, Splitting
-from sherd.data.loader import lead
+from sherd.data.loader import attach
 from sherd.data.restore import as_it_is
-from sherd.data.samplers import Batches, Dealing, Samples
-from sherd.data.way import Way, length
+from sherd.data.samplers import Batches, Dealing, Samples, SingleRank
+from sherd.data.scheme import ShardingScheme, length
 from sherd.errors import ConfigError, Diverged
 
 _known: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
@@ -30,48 +29,48 @@ _known: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a loader is to be sharded. In a world of one its batches are counted, and it keeps its order and seeds."""
+    """How a loader is to be sharded. In a world of one it keeps its order and seeds, and is only counted."""
 
     loader: DataLoader[Any]
     batch: int | None
-    """samples per rank and iteration; None where sherd has no say in it"""
-    way: Way
+    """samples per rank and iteration; None where sherd does not decide it"""
+    scheme: ShardingScheme
     common: dict[str, Any]
     """what must be the same on all ranks"""
     sampler: tuple[str, int, int] | None
-    """of a sampler that is distributed by itself: its name, its number of replicas and its rank"""
+    """name, number of replicas and rank of a sampler that is already distributed"""
 
     def apply(self, undo: ExitStack, trains: bool = False) -> None:
-        """Do it, in place. `undo` gets what makes the loader what it was.
+        """Shard the loader, in place; `undo` gets what reverts it.
 
-        `trains` says whether its batches are those of the steps, for whoever records them.
+        `trains` tells the recorder that its batches are the ones that steps train on.
         """
         undo.callback(as_it_is(self.loader))
         undo.callback(_known.discard, self.loader)
         batches: Any = self.loader.batch_sampler
         if self.batch is not None and self.batch != batches.batch_size:
             _set_batch_size(self.loader, self.batch)
-        lead(self.loader, self.way, trains, alone=isinstance(self.way, Alone))
+        attach(self.loader, self.scheme, trains, alone=isinstance(self.scheme, SingleRank))
         _known.add(self.loader)
 
 
 def plan(loader: DataLoader[Any], comm: Communicator, options: LoaderOptions, accumulate: int) -> Sharding:
-    """How `loader` is to be sharded over these ranks; refuses what cannot be. Changes nothing, and is local."""
+    """How `loader` is to be sharded over these ranks; refuses one that cannot be. Changes nothing; not collective."""
     _check(loader)
     batch = _batch_size(loader, comm.world, options.global_batch, accumulate)
     if comm.world == 1:
         by_index = loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
         by_index = by_index and (loader.in_order or not loader.num_workers)
-        return Sharding(loader, batch, Alone(comm, by_index), {}, None)
+        return Sharding(loader, batch, SingleRank(comm, by_index), {}, None)
     if isinstance(loader.dataset, IterableDataset):
         return _iterable(loader, comm, options.iterable, batch)
     batches: Any = loader.batch_sampler
     samplers: list[Any] = [loader.sampler, batches, getattr(batches, "sampler", None)]
     for sampler in samplers:
         if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
-            way = Agreeing(comm, [thing for thing in (sampler, batches) if thing is not None])
+            scheme = Agreeing(comm, [thing for thing in (sampler, batches) if thing is not None])
             own = (type(sampler).__name__, sampler.num_replicas, sampler.rank)
-            return Sharding(loader, batch, way, {"way": "by its own sampler"}, own)
+            return Sharding(loader, batch, scheme, {"scheme": "by its own sampler"}, own)
     return _dealt(loader, comm, batch)
 
 
@@ -111,18 +110,18 @@ def equation(batch: int, world: int, accumulate: int) -> str:
 def _check(loader: Any) -> None:
     if not isinstance(loader, DataLoader):
         raise ConfigError(
-            f"distribute found a {type(loader).__name__} where it takes a loader; pass a torch.utils.data.DataLoader, "
+            f"distribute expected a loader, found a {type(loader).__name__}; pass a torch.utils.data.DataLoader, "
             f"or leave it out and give each rank its own data"
         )
     if loader in _known:
-        raise ConfigError("this loader is distributed already; pass it to sherd.distribute once")
+        raise ConfigError("this loader is already distributed; pass it to sherd.distribute once")
 
 
 # ---------------------------------------------------------------- batch sizes
 
 
 def _batch_size(loader: DataLoader[Any], world: int, global_batch: int | None, accumulate: int) -> int | None:
-    """Samples per rank and iteration; None where sherd has no say in it."""
+    """Samples per rank and iteration; None where sherd does not decide it."""
     batches = loader.batch_sampler
     if global_batch is None:
         return batches.batch_size if type(batches) is BatchSampler else None
@@ -144,14 +143,14 @@ def _batch_size(loader: DataLoader[Any], world: int, global_batch: int | None, a
 
 def _set_batch_size(loader: DataLoader[Any], batch: int) -> None:
     batches: Any = loader.batch_sampler
-    own = vars(loader)  # torch refuses to set these, as its iterators would not know of it
+    own = vars(loader)  # torch refuses assignments to these, because its iterators would not notice
     own["batch_sampler"] = BatchSampler(batches.sampler, batch, batches.drop_last)
     if loader.batch_size is not None:
         own["batch_size"] = batch
     loader._iterator = None
 
 
-# ---------------------------------------------------------------- ways
+# ---------------------------------------------------------------- schemes
 
 
 def _dealt(loader: DataLoader[Any], comm: Communicator, batch: int | None) -> Sharding:
@@ -164,7 +163,7 @@ def _dealt(loader: DataLoader[Any], comm: Communicator, batch: int | None) -> Sh
         sampler = loader.sampler if batches is None else batches.sampler
         indices = Samples(comm, sampler, batch, drop_last)
     _check_in_order(loader, comm, full=drop_last)
-    common = {"way": "dealt", "batch_size": batch, "drop_last": drop_last, "samples": length(loader.dataset)}
+    common = {"scheme": "dealt", "batch_size": batch, "drop_last": drop_last, "samples": length(loader.dataset)}
     common["subset"] = _chosen(loader.dataset)
     return Sharding(loader, batch, Dealing(comm, indices), common, None)
 
@@ -173,34 +172,34 @@ def _iterable(loader: DataLoader[Any], comm: Communicator, iterable: str | None,
     kind = type(loader.dataset).__name__
     if iterable is None:
         raise ConfigError(
-            f"rank {comm.rank}: this loader reads an IterableDataset ({kind}), and only you know what it gives to each "
-            f'of {comm.world} ranks; write distribute(..., iterable="split") if every rank gets the whole stream, so '
-            f'that its batches are to be dealt to the ranks, or iterable="sharded" if the dataset gives each rank a '
-            f"part of its own"
+            f"rank {comm.rank}: this loader reads an IterableDataset ({kind}), and only you know what it yields "
+            f'on each rank; write distribute(..., iterable="split") if every rank gets the whole stream and '
+            f'its batches are to be dealt to the ranks, or iterable="sharded" if the dataset already gives each rank '
+            f"its own part"
         )
     if iterable == "sharded":
-        return Sharding(loader, batch, Agreeing(comm), {"way": "sharded by its dataset"}, None)
+        return Sharding(loader, batch, Agreeing(comm), {"scheme": "sharded by its dataset"}, None)
     if isinstance(loader.dataset, IterDataPipe):
         raise ConfigError(
-            f"rank {comm.rank}: a data pipe may be sharded by torch already, so its batches cannot be dealt; give it a "
-            f'sharding_filter and write iterable="sharded"'
+            f"rank {comm.rank}: torch may have sharded this data pipe already, so its batches cannot be dealt; "
+            f'give it a sharding_filter and write iterable="sharded"'
         )
     _check_in_order(loader, comm, full=False)
-    common = {"way": "split", "batch_size": batch, "drop_last": loader.drop_last}
+    common = {"scheme": "split", "batch_size": batch, "drop_last": loader.drop_last}
     return Sharding(loader, batch, Splitting(comm, loader.drop_last), common, None)
 
 
 def _check_in_order(loader: DataLoader[Any], comm: Communicator, full: bool) -> None:
-    """Batches must come in the order in which they were dealt, unless all are full."""
+    """Batches must arrive in the order in which they were dealt, unless all are full."""
     if loader.num_workers and not loader.in_order and not full:
         raise ConfigError(
-            f"rank {comm.rank}: with in_order=False ranks may come to the last, smaller batch at different times; "
+            f"rank {comm.rank}: with in_order=False ranks may reach the smaller last batch at different times; "
             f"write in_order=True"
         )
 
 
 def _chosen(dataset: Any) -> int:
-    """A checksum of what was chosen of a dataset: `random_split` chooses by the seed, which ranks may not share."""
+    """A checksum of the subset chosen: `random_split` depends on the seed, which may differ between ranks."""
     if isinstance(dataset, ConcatDataset):
         return zlib.crc32(repr([_chosen(part) for part in dataset.datasets]).encode())
     if isinstance(dataset, Subset):
@@ -208,7 +207,7 @@ def _chosen(dataset: Any) -> int:
     return 0
 
 
-# ---------------------------------------------------------------- what ranks have in common
+# ---------------------------------------------------------------- comparing ranks
 
 
 def _compare_common(everybody: Sequence[dict[str, Any]]) -> None:
@@ -218,21 +217,21 @@ def _compare_common(everybody: Sequence[dict[str, Any]]) -> None:
             if value == other:
                 continue
             what = f"rank 0's has {name}={other} where rank {rank}'s has {name}={value}"
-            if name == "way":
+            if name == "scheme":
                 what = f"rank 0's is {other} where rank {rank}'s is {value}"
             if name == "subset":
                 what = (
                     f"rank 0 and rank {rank} chose different samples (give random_split a generator with a fixed seed)"
                 )
             raise Diverged(
-                f"the ranks' loaders differ: {what}; pass the same loader on every rank, or leave it out if each has "
-                f"its own data",
+                f"the ranks' loaders differ: {what}; pass the same loader on every rank, or leave it out if each "
+                f"rank has its own data",
                 ranks=(0, rank),
             )
 
 
 def _compare_samplers(everybody: Sequence[tuple[str, int, int]]) -> None:
-    """Samplers that are distributed by themselves are so over these ranks."""
+    """Refuse distributed samplers that are not set up for exactly these ranks."""
     world = len(everybody)
     for rank, (name, replicas, _) in enumerate(everybody):
         if replicas != world:
@@ -243,6 +242,6 @@ def _compare_samplers(everybody: Sequence[tuple[str, int, int]]) -> None:
     numbers = [number for _, _, number in everybody]
     if len(set(numbers)) != world:
         raise ConfigError(
-            f"the ranks' {everybody[0][0]}s have rank={numbers}, so some samples would come twice and others never; "
+            f"the ranks' {everybody[0][0]}s have rank={numbers}, so some samples would be read twice and others never; "
             f"give each rank its own number, or leave the sampler out: sherd shards the loader"
         )

@@ -1,10 +1,10 @@
-"""What a run tells: one structured event stream per rank (`sherd.observe.events`), and the process's current one.
+"""What a run records: one structured event stream per rank (`sherd.observe.events`), and the process's current one.
 
 observe.use(observe.from_env(rank))              # SHERD_EVENTS=directory turns it on
 observe.emit("sample", text="Once upon a time")
 for event in observe.read(directory): ...
 
-`phases` and `monitor` have what `step` events are made of. docs/events.md shows every kind of event.
+`phases` and `monitor` measure what `step` events contain. docs/events.md shows every kind of event.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ __all__ = [
 ]
 
 _current = NullStream()
-_runs = 0  # begun on the current stream and not ended
+_runs = 0  # started on the current stream and not ended
 _expected: int | None = None
-_settled = ""  # what SHERD_EVENTS said when a stream was last chosen
-_early: int | None = None  # the rank of the current stream, if it was opened before the ranks had met
+_settled = ""  # the value of SHERD_EVENTS when a stream was last chosen
+_early: int | None = None  # the rank of the current stream, if it was opened before the ranks connected
 
 
 def stream() -> NullStream:
@@ -58,7 +58,7 @@ def recording() -> bool:
 
 
 def use(new: NullStream) -> NullStream:
-    """Make `new` the process's current stream; returns the one before, still open."""
+    """Make `new` the process's current stream; returns the previous one, still open."""
     global _current, _runs, _settled, _early
     before, _current = _current, new
     _runs, _settled, _early = 0, os.environ.get("SHERD_EVENTS", ""), None
@@ -70,21 +70,21 @@ def use(new: NullStream) -> NullStream:
 
 
 def emit(kind: str, /, step: int | None = None, **fields: Any) -> None:
-    """Record one event on the current stream, which is opened if nobody has done so and SHERD_EVENTS names one."""
+    """Record one event on the current stream, which is opened first if SHERD_EVENTS asks for it."""
     open_early()
     _current.emit(kind, step, **fields)
 
 
 def from_env(rank: int) -> NullStream:
-    """An `EventStream` in the directory that SHERD_EVENTS names; a `NullStream` where it names none."""
+    """An `EventStream` in the directory that SHERD_EVENTS names; a `NullStream` if it is not set."""
     directory = os.environ.get("SHERD_EVENTS", "")
     return EventStream(directory, rank) if directory else NullStream()
 
 
 def open_from_env(rank: int) -> None:
-    """Begin to record where SHERD_EVENTS says so and nobody has begun. The ranks have met, and this is `rank`."""
+    """Start recording if SHERD_EVENTS is set and nothing records yet. The ranks are connected, and this is `rank`."""
     global _early
-    if _early not in (None, rank):  # the launcher's variables, or their absence, told another
+    if _early not in (None, rank):  # the launcher's variables, or their absence, gave another one
         use(NullStream()).close()
     if os.environ.get("SHERD_EVENTS") and not recording():
         use(from_env(rank))
@@ -92,10 +92,10 @@ def open_from_env(rank: int) -> None:
 
 
 def open_early() -> None:
-    """The same before the ranks have met, as the rank that the launcher's variables tell.
+    """The same before the ranks are connected, with the rank from the launcher's variables.
 
-    Not in a child process of multiprocessing: that may be a loader's worker, which would write into its parent's file.
-    And not where somebody has chosen a stream already, even none.
+    Not in a child process of multiprocessing: that may be a loader's worker, which would write to its parent's file.
+    And not if a stream, or none, was already chosen.
     """
     global _early
     if type(_current) is not NullStream:
@@ -109,7 +109,7 @@ def open_early() -> None:
 
 
 def expect(steps: int) -> None:
-    """Say how many steps the run will take in all, for whoever shows how much is left. Not collective."""
+    """Set how many steps the run will take in total, so that displays can show how much is left. Not collective."""
     global _expected
     if type(steps) is not int or steps < 1:
         raise ConfigError(f"observe.expect got {steps!r}; write the number of steps, 1 or more")
@@ -118,12 +118,12 @@ def expect(steps: int) -> None:
 
 
 def expected_steps() -> int | None:
-    """What `expect` was told last."""
+    """The last value passed to `expect`."""
     return _expected
 
 
 def start_run(**fields: Any) -> None:
-    """Record the beginning of a run, of which the end is recorded too."""
+    """Record the start of a run; its end will be recorded too."""
     global _runs
     emit("run.start", **fields)
     _runs += 1
@@ -132,14 +132,14 @@ def start_run(**fields: Any) -> None:
 
 
 def begin_anew() -> RunMonitor:
-    """Another run begins in this process, which counts its steps and its optimizers from 0."""
+    """Begin another run in this process, with steps and optimizers counted from 0."""
     global _expected
     _expected = None
     return monitor.start()
 
 
 def finish(ok: bool) -> None:
-    """The run on the current stream is over: close it. Whatever comes now is not recorded."""
+    """End the run on the current stream and close it. Nothing is recorded afterwards."""
     if recording():
         _end(ok)
         use(NullStream()).close()
@@ -153,5 +153,5 @@ def _end(ok: bool) -> None:
 
 
 def _at_exit() -> None:
-    # An exception that nobody caught was printed before, and is kept here.
+    # Python has printed an uncaught exception before this, and keeps it here.
     _end(getattr(sys, "last_value", None) is None)

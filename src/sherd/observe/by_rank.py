@@ -1,4 +1,4 @@
-"""Numbers of ranks by name, packed: a long run has a few of these in each of its rows."""
+"""Numbers by rank and name, packed: every row of a long run has several of these."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class ByRank:
-    """What each rank told, under the same names. A name that a rank did not tell, or not as a number, is 0 there."""
+    """What each rank reported, under the same names. What a rank did not report, or not as a number, is 0."""
 
     __slots__ = ("_names", "_ranks", "_values")
 
@@ -23,11 +23,11 @@ class ByRank:
         return len(self._ranks)
 
     def floats(self) -> dict[int, dict[str, float]]:
-        """As it was told."""
+        """As reported."""
         return {rank: dict(zip(self._names, self._of(row), strict=True)) for row, rank in enumerate(self._ranks)}
 
     def integers(self) -> dict[int, dict[str, int]]:
-        """As it was told, of bytes. They are exact up to 2**53."""
+        """As reported, for bytes. Exact up to 2**53."""
         return {rank: {name: int(value) for name, value in each.items()} for rank, each in self.floats().items()}
 
     def sums(self) -> dict[str, int]:
@@ -41,7 +41,7 @@ class ByRank:
         return {name: math.fsum(self._values[column::width]) / ranks for column, name in enumerate(self._names)}
 
     def largest(self) -> float | None:
-        """The largest sum that a rank has over all names."""
+        """The largest sum of a rank over all names."""
         return max((sum(self._of(row)) for row in range(len(self._ranks))), default=None)
 
     def _of(self, row: int) -> array[float]:
@@ -55,5 +55,5 @@ def _number(value: Any) -> float:
 
 @functools.cache
 def shared(value: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The one object for all equal ones."""
+    """One object for all equal ones."""
     return value

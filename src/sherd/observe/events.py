@@ -1,11 +1,11 @@
 """One structured event stream: JSON lines, one file per rank, one schema.
 
 Every line has `v` (version of the schema), `t` (unix seconds), `mono` (monotonic nanoseconds of that host), `rank`,
-`kind` and `step` (or null), then the fields of its kind. A kind says which fields it requires; unknown kinds and fields
-are errors even while nothing is written, so that a run cannot break by turning its events on. Numbers that JSON does
-not know are written as the strings "nan", "inf" and "-inf", and read back as numbers.
+`kind` and `step` (or null), then the fields of its kind. A kind defines the fields it requires; unknown kinds and
+fields are errors even while nothing is written, so that turning events on cannot break a run. Numbers that JSON does
+not have are written as the strings "nan", "inf" and "-inf", and read back as numbers.
 
-Metrics, timelines and reports are readers of this stream and of nothing else.
+Metrics, timelines and reports read this stream and nothing else.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _COMMON = frozenset(COMMON)
 FLUSH_BYTES = 1 << 16
 FLUSH_NS = 1_000_000_000
 LARGEST_BITS = 1023
-"""Of an integer; a larger one cannot be a float, which means, rates and plots need."""
+"""The largest integers; larger ones do not fit into a float, which means, rates and plots need."""
 
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -57,7 +57,7 @@ class Kind:
 
     name: str
     required: frozenset[str]
-    extra: bool  # fields of the caller's own are welcome
+    extra: bool  # other fields are allowed
     urgent: bool  # flushed at once: the process may be about to die
 
 
@@ -67,7 +67,7 @@ _KINDS: dict[str, Kind] = {}
 def register_kind(name: str, *required: str, extra: bool = False, urgent: bool = False) -> None:
     """Add a kind of event with the fields it requires; `extra` allows more, `urgent` flushes at once."""
     if name in _KINDS:
-        raise ConfigError(f"the event kind {name!r} is registered already; choose another name")
+        raise ConfigError(f"the event kind {name!r} is already registered; choose another name")
     taken = sorted(set(required) & set(COMMON))
     if taken:
         raise ConfigError(
@@ -92,14 +92,14 @@ register_kind("span", "name", "begin_ns", "end_ns", extra=True)
 
 
 class NullStream:
-    """Checks events and keeps none: the default, and the interface of every stream."""
+    """Checks events and discards them: the default, and the interface of every stream."""
 
     def emit(self, kind: str, /, step: int | None = None, **fields: Any) -> None:
         """Record one event; `fields` are the kind's own."""
         self._record(_checked(kind, step, fields), step, fields)
 
     def flush(self) -> None:
-        """After this, what was emitted survives the death of the process."""
+        """Write everything emitted so far, so that it survives the death of the process."""
 
     def close(self) -> None:
         """Flush, and take no more events."""
@@ -113,7 +113,7 @@ class EventStream(NullStream):
 
     def __init__(self, directory: str | os.PathLike[str], rank: int) -> None:
         if type(rank) is not int or rank < 0:
-            raise ConfigError(f"EventStream: rank={rank!r} must be an int that is not negative")
+            raise ConfigError(f"EventStream: rank={rank!r} must be a non-negative int")
         self.path = Path(directory) / f"events-rank{rank:05d}.jsonl"
         self.rank = rank
         self._lock = threading.Lock()
@@ -141,12 +141,15 @@ class EventStream(NullStream):
         atexit.unregister(self._at_exit)
 
     def _record(self, kind: Kind, step: int | None, fields: dict[str, Any]) -> None:
-        # A forked child has a copy of the buffer, and of a lock that another thread may have held: it touches neither.
+        # A forked child has a copy of the buffer, and of a lock that another thread may have held: it must touch
+        # neither.
         if os.getpid() != self._pid:
             return
         with self._lock:
             if self._file is None:
-                raise ConfigError(f"emit({kind.name!r}) came after {self.path.name} was closed; close the stream last")
+                raise ConfigError(
+                    f"emit({kind.name!r}) was called after {self.path.name} was closed; close the stream last"
+                )
             # Stamped under the lock, so that a file's lines are in the order of their clocks.
             now = time.monotonic_ns()
             common = {"v": SCHEMA, "t": time.time(), "mono": now, "rank": self.rank, "kind": kind.name, "step": step}
@@ -160,21 +163,21 @@ class EventStream(NullStream):
         data, self._lines, self._size = b"".join(self._lines), [], 0
         self._due = time.monotonic_ns() + FLUSH_NS
         try:
-            # One write() of whole lines: once it returns they are the kernel's, and a kill cannot take them.
+            # One write() of whole lines: once it returns, the kernel has them, and a kill cannot lose them.
             while data and self._file is not None:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
-            # A full disk must not end a training run, and must not go unnoticed.
+            # A full disk must not end a training run, but must be reported.
             warnings.warn(f"events of rank {self.rank} are being lost: {self.path}: {error.strerror}", stacklevel=4)
 
     def _at_exit(self) -> None:
-        # Other exit handlers may still emit: write their events through instead of refusing them.
+        # Other exit handlers may still emit: write their events at once instead of refusing them.
         self._limit = 0
         self.flush()
 
 
 def read(path: str | os.PathLike[str]) -> Iterator[Event]:
-    """The events of a file, or of all ranks of a directory merged by time; a torn last line is left out."""
+    """The events of a file, or of all ranks of a directory merged by time; an incomplete last line is left out."""
     path = Path(path)
     files = sorted(path.glob("events-rank*.jsonl")) if path.is_dir() else [path]
     if not files or not files[0].exists():
@@ -210,7 +213,7 @@ def _open(path: Path) -> int:
 
 
 def _cut_torn_line(file: int) -> None:
-    """Drop what a killed process left after the last whole line, so that ours does not continue it."""
+    """Drop an incomplete last line of a killed process, so that ours does not continue it."""
     size = os.fstat(file).st_size
     if size:  # an empty file cannot be mapped
         with mmap.mmap(file, size, access=mmap.ACCESS_READ) as data:
@@ -222,7 +225,7 @@ def _encode(line: dict[str, Any]) -> bytes:
     try:
         try:
             text = _ENCODER.encode(line)
-        except ValueError:  # a number that JSON does not know: rare, and finding it takes longer than all the rest
+        except ValueError:  # a number that JSON does not have: rare, and slow to find
             text = _ENCODER.encode(_leaves(line, _to_json))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"event {line['kind']!r}: {error}; give plain numbers, such as loss.item()") from None
@@ -246,7 +249,7 @@ def _from_json(value: Any) -> Any:
 
 
 def parse(line: bytes) -> Event | None:
-    """The event of one line; None where it is not one."""
+    """The event of one line; None if it is not one."""
     try:
         fields = _leaves(json.loads(line), _from_json)
         event = Event(**{name: fields.pop(name) for name in COMMON}, fields=fields)
@@ -263,8 +266,8 @@ def _read_file(path: Path) -> Iterator[Event]:
             event = parse(line)
             if event is None:
                 if not line.endswith(b"\n"):
-                    return  # the rank was killed while it wrote this
-                raise ConfigError(f"{path}, line {number}: not an event of sherd: {line[:80]!r}")
+                    return  # the rank was killed while writing it
+                raise ConfigError(f"{path}, line {number}: not a sherd event: {line[:80]!r}")
             if event.v > SCHEMA:
                 found = f"{path}, line {number}: event schema {event.v}"
                 raise Unsupported(f"{found} is newer than {SCHEMA}, the newest this sherd reads; upgrade sherd")

@@ -1,4 +1,4 @@
-"""Tails the files of events of a run that is still going on."""
+"""Tails the event files of a running run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from sherd.observe.events import Event, parse
 
 
 class Follower:
-    """What was added to a directory's events since the last look; also files that were not there then.
+    """Reads what was added to a directory's events since the last poll, new files included.
 
-    With `new`, what is in the directory already is left out: it belongs to runs before.
+    With `new`, what is already in the directory is skipped: it belongs to earlier runs.
     """
 
     def __init__(self, directory: str | os.PathLike[str], new: bool = False) -> None:
@@ -32,7 +32,7 @@ class Follower:
         try:
             offset = self._offsets.get(path, 0)
             with path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < offset:  # cut or begun again
+                if os.fstat(file.fileno()).st_size < offset:  # truncated or replaced
                     offset = 0
                 file.seek(offset)
                 data = file.read()
@@ -40,6 +40,6 @@ class Follower:
             return []  # removed in the meantime
         whole = data.rfind(b"\n") + 1
         self._offsets[path] = offset + whole
-        # Who watches a run does not end it: lines that are no events are left out here, and named by `load`.
+        # Watching a run must not end it: lines that are not events are skipped here; `load` reports them.
         parsed = (parse(line) for line in data[:whole].split(b"\n"))
         return [event for event in parsed if event is not None]

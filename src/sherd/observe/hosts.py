@@ -16,7 +16,7 @@ class Host:
 
 
 def hosts_of(starts: Mapping[int, Mapping[str, Any]], told: Mapping[str, Any], world: int) -> list[Host]:
-    """Hosts by name, from the starts of ranks; `told` lists the ranks of each. Without that, all are on one."""
+    """Hosts by name, from the starts of ranks; `told` lists the ranks of each. Without it, all are on one."""
     groups = told.get("hosts") or []
     if not groups or not all(isinstance(rank, int) for group in groups for rank in group):
         groups = [list(range(world))]

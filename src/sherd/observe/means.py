@@ -17,18 +17,18 @@ class LogEntry:
 
 
 def weighted_mean(values: Sequence[float], weights: Sequence[float | None]) -> float:
-    """The mean by weights. Where one of them is unknown, or all are zero, every value weighs the same."""
+    """The weighted mean. If a weight is unknown, or all are zero, every value counts the same."""
     known = [weight for weight in weights if weight is not None]
     if len(known) < len(values) or not sum(known) > 0:
         known = [1] * len(values)
-    # A weight of zero takes its value out, even one that is not a number: that rank had no samples.
+    # A weight of zero removes its value, even a NaN: that rank had no samples.
     total = math.fsum(known)
     parts = [value * (weight / total) for value, weight in zip(values, known, strict=True) if weight]
     return sum(parts) if any(not math.isfinite(part) for part in parts) else math.fsum(parts)
 
 
 def averaged(logs: Iterable[LogEntry]) -> dict[str, float]:
-    """Every figure's mean over calls and ranks, by their weights. Tokens are left out, which `tokens_of` adds up."""
+    """Every figure's weighted mean over calls and ranks, without tokens, which `tokens_of` sums."""
     found: dict[str, tuple[list[float], list[float | None]]] = {}
     for entry in logs:
         for name, value in entry.figures.items():
@@ -41,13 +41,13 @@ def averaged(logs: Iterable[LogEntry]) -> dict[str, float]:
 
 
 def tokens_of(logs: Iterable[LogEntry]) -> float | None:
-    """The sum over calls and ranks, if any told them."""
+    """The sum over calls and ranks, or None if none logged them."""
     found: float | None = total(entry.figures.get("tokens") for entry in logs)
     return found
 
 
 def sum_by_key(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Sums of what has the same name, in the order of first appearance."""
+    """Sums by name, in the order of first appearance."""
     total: dict[str, int] = {}
     for part in parts:
         for name, value in part.items():
@@ -56,6 +56,6 @@ def sum_by_key(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def total(parts: Iterable[Any]) -> Any:
-    """The sum of those that are known, if any are."""
+    """The sum of the known parts, or None if there are none."""
     known = [part for part in parts if part is not None]
     return sum(known) if known else None

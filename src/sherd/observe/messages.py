@@ -1,4 +1,4 @@
-"""What a run says in words: texts that it produced, warnings and errors."""
+"""The texts of a run: samples that it produced, warnings and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TextSample:
 
 @dataclass(frozen=True)
 class Message:
-    """A warning or an error. `kind` is that of its event."""
+    """A warning or an error. `kind` is the kind of its event."""
 
     kind: str
     t: float
@@ -32,7 +32,7 @@ class Message:
 
 
 def text_of(event: Event) -> str:
-    """The words of a warning or an error."""
+    """The text of a warning or an error."""
     if event.kind == "comm.late":
         late = ", ".join(map(str, event.fields["ranks"]))
         return f"{event.fields['call']}: waited {event.fields['seconds']:.0f} s for ranks {late}"

@@ -1,10 +1,10 @@
 """What this process sees of its run while events are on: phases, batches, roots. `current` is None while they are off.
 
-The loader, the backward and the optimizer's step tell it; whoever emits a `step` event reads it. There may be several
-who read, each with figures of its own: each optimizer has its own steps.
+The loader, the backward and the optimizer's step report to it; the emitter of a `step` event reads it. There may be
+several readers, each with its own counts, because each optimizer has its own steps.
 
     (loader)  data -> forward;  backward() -> rest;  step(): update -> rest
-    without a training loader the time after a step is forward, as nobody can tell where data ends
+    without a training loader the time after a step counts as forward, since the end of data is unknown
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from sherd.observe.phases import BACKWARD, DATA, FORWARD, PHASES, REST, UPDATE, 
 
 @dataclass
 class Tally:
-    """What has happened since somebody looked last."""
+    """What has happened since the last read."""
 
     batches: int = 0
-    """that training loaders yielded"""
+    """yielded by training loaders"""
     samples: int = 0
-    """in them; those that are only repeated, so that every rank has a batch, count nothing"""
+    """in them; those repeated to give every rank a batch do not count"""
     backwards: int = 0
     """from scalar roots"""
     roots: float = 0.0
@@ -31,7 +31,7 @@ class Tally:
 
 
 class Reader:
-    """One of those who look: at each look it gets what has happened since the last."""
+    """Gets, at each read, what has happened since its last one."""
 
     def __init__(self, clock: PhaseClock) -> None:
         self._clock = clock
@@ -51,33 +51,33 @@ class RunMonitor:
     def __init__(self) -> None:
         self.clock = PhaseClock()
         self.loads = False
-        """Whether there is a training loader, which tells where data ends."""
+        """Whether there is a training loader, which marks where data ends."""
         self.optimizers = 0
-        """How many were distributed."""
+        """How many optimizers were distributed."""
         self.steps = 0
-        """Real steps of the one that took the first: the steps that figures belong to."""
+        """Real steps of the optimizer that took the first one: the steps that figures belong to."""
         self.leader: int | None = None
-        """Which one that was; None before the first step."""
+        """The number of that optimizer; None before the first step."""
         self.scaled = False
-        """Whether a GradScaler is in use: what a backward begins at may then be a scaled loss."""
+        """Whether a GradScaler is in use: the root of a backward may then be a scaled loss."""
         self.grad_enabled: Callable[[], bool] = lambda: True
         """Whether gradients are on; batches fetched while they are off are for an evaluation."""
-        self._moved = False  # whether a batch came or a backward began since the last step
+        self._moved = False  # whether there was a batch or a backward since the last step
         self._readers: list[Reader] = []
 
     def reader(self) -> Reader:
-        """One more who looks, from now on."""
+        """A new reader, which starts now."""
         self._readers.append(Reader(self.clock))
         return self._readers[-1]
 
     # ---------------------------------------------------------------- what happens
 
     def begin_batch(self, trains: bool) -> None:
-        """A loader was asked for a batch; `trains` says whether it is a training loader."""
+        """A loader was asked for a batch; `trains`: it is a training loader."""
         self.clock.enter(DATA if trains and self.grad_enabled() else REST)
 
     def end_batch(self, trains: bool, samples: int | None) -> None:
-        """It yielded so many samples; None: it had no more."""
+        """It yielded a batch with this many samples; None: it had no more."""
         to_train = trains and samples is not None and self.grad_enabled()
         self.clock.enter(FORWARD if to_train else REST)
         if to_train and samples is not None:
@@ -87,7 +87,7 @@ class RunMonitor:
                 reader.tally.samples += samples
 
     def begin_backward(self, losses: Sequence[float]) -> None:
-        """An outermost backward begins at these, and perhaps at others that are no numbers."""
+        """An outermost backward starts from these losses, and perhaps from roots that are not scalars."""
         self.clock.enter(BACKWARD)
         self._moved = True
         for reader in self._readers:
@@ -95,11 +95,11 @@ class RunMonitor:
             reader.tally.roots += sum(losses)
 
     def end_backward(self) -> None:
-        """It is over, or has failed."""
+        """The backward is over, or has failed."""
         self.clock.enter(REST)
 
     def evaluation(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """A closure of `step()` whose time is not that of the update."""
+        """Wrap a closure of `step()`, so that its time does not count as update."""
 
         def evaluate(*args: Any, **options: Any) -> Any:
             before = self.clock.enter(FORWARD)
@@ -115,11 +115,11 @@ class RunMonitor:
         self.clock.enter(UPDATE)
 
     def end_step(self) -> None:
-        """It is over. Inside an accumulation window too."""
+        """`step()` is over, whether it was a real step or inside an accumulation window."""
         self.clock.enter(REST if self.loads else FORWARD)
 
     def stepped(self, optimizer: int) -> None:
-        """It was a real one, of this optimizer."""
+        """It was a real step of this optimizer."""
         self._moved = False
         if self.leader is None:
             self.leader = optimizer
@@ -127,22 +127,22 @@ class RunMonitor:
             self.steps += 1
 
     def step_of_log(self) -> int:
-        """The step that what is logged now belongs to: the last one, if neither a batch nor a backward came since."""
+        """The step that a log entry belongs to: the last one, if there was no batch or backward since."""
         return self.steps if self._moved or not self.steps else self.steps - 1
 
 
 current: RunMonitor | None = None
-"""The one of this process, while events are on."""
+"""The monitor of this process, while events are on."""
 
 
 def start() -> RunMonitor:
-    """Begin a new one."""
+    """Start a new monitor."""
     global current
     current = RunMonitor()
     return current
 
 
 def stop() -> None:
-    """Have none."""
+    """Remove the monitor."""
     global current
     current = None

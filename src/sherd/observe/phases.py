@@ -1,14 +1,14 @@
-"""Where the time of a step goes: one thread's wall time, split into phases that exclude each other.
+"""Where the time of a step goes: one thread's wall time, split into phases that do not overlap.
 
     data            waiting for the training loader
     forward         from the batch to the backward
-    backward        inside `backward()`, but for the waits in it
-    communication   waiting for other ranks, in whatever phase
-    update          inside `optimizer.step()`, but for the waits in it
+    backward        inside `backward()`, without the waits in it
+    communication   waiting for other ranks, in any phase
+    update          inside `optimizer.step()`, without the waits in it
     rest            everything else
 
-The clock is always in one phase. Whoever enters another one comes back to the phase before, so nothing counts twice and
-the phases add up to the time that has passed.
+The clock is always in exactly one phase, and leaving a phase returns to the previous one, so nothing counts twice and
+the phases add up to the elapsed time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DATA, FORWARD, BACKWARD, COMMUNICATION, UPDATE, REST = range(len(PHASES))
 
 
 class PhaseClock:
-    """Nanoseconds by phase, of the thread that made it: what other threads enter counts nothing."""
+    """Nanoseconds by phase, of the thread that created it; other threads do not count."""
 
     def __init__(self, now: Callable[[], int] = time.monotonic_ns) -> None:
         self._now = now
@@ -36,9 +36,9 @@ class PhaseClock:
         self._thread = get_ident()
 
     def enter(self, phase: int) -> int:
-        """Begin a phase; gives the one before, to come back to."""
+        """Begin a phase; returns the previous one, to go back to."""
         before = self.phase
-        if get_ident() == self._thread:  # called tens of times in a step: no look-up of a module's attribute
+        if get_ident() == self._thread:  # called tens of times in a step, so no attribute lookup on a module
             now = self._now()
             self._spent[before] += now - self._since
             self._since = now
@@ -46,6 +46,6 @@ class PhaseClock:
         return before
 
     def spent(self) -> tuple[int, ...]:
-        """Nanoseconds in each phase since the clock was made."""
+        """Nanoseconds in each phase since the clock was created."""
         self.enter(self.phase)
         return tuple(self._spent)

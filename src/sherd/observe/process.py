@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 RESIDENT_SECONDS = 1.0
-"""How often the kernel is asked: it adds up the whole address space for an answer, 50 us or more."""
+"""How often to ask the kernel: it sums over the whole address space, which takes 50 us or more."""
 _FIELDS = {b"RssAnon:": "private", b"RssShmem:": "shared"}
 _SECRET = re.compile(r"(?:^|[-_.])(?:api)?(?:token|key|secret|passw(?:or)?d|credentials?)(?:$|[-_.])", re.IGNORECASE)
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
@@ -18,7 +18,7 @@ MASK = "***"
 
 
 def machine() -> dict[str, str | int | None]:
-    """What a run's figures depend on."""
+    """What the figures of a run depend on."""
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -31,7 +31,7 @@ def machine() -> dict[str, str | int | None]:
 
 
 def command() -> list[str]:
-    """What this process was called with. Values of options that are named like a secret are left out."""
+    """The command line of this process. Values of options that are named like a secret are masked."""
     found: list[str] = []
     mask_next = False
     for word in sys.argv:
@@ -46,7 +46,7 @@ def command() -> list[str]:
 
 
 def _version(module: str) -> str | None:
-    return getattr(sys.modules.get(module), "__version__", None)  # not imported for this: readers need no torch
+    return getattr(sys.modules.get(module), "__version__", None)  # not imported here: readers do not need torch
 
 
 def _cpu() -> str:
@@ -59,14 +59,14 @@ def _cpu() -> str:
 
 
 class Resident:
-    """Bytes of this process in memory: its own, and those of shared mappings that it has touched."""
+    """Resident bytes of this process: private, and of shared mappings that it has touched."""
 
     def __init__(self) -> None:
         self._due = 0.0
         self._found: dict[str, int] | None = None
 
     def read(self) -> dict[str, int] | None:
-        """What it was when last asked, at most a second ago; None where the kernel does not tell."""
+        """The value, at most a second old; None if the kernel does not report it."""
         now = time.monotonic()
         if now >= self._due:
             self._due = now + RESIDENT_SECONDS

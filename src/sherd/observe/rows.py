@@ -1,9 +1,9 @@
-"""Steps of a run as a reader shows them: what every rank reported of one step, merged into one row. Pure arithmetic.
+"""Steps of a run as readers show them: the reports of all ranks on one step, merged into one row. Pure arithmetic.
 
-The loss of a step is what `sherd.log(loss=...)` told, averaged over ranks and calls by their weights like every figure;
-else what the step's closure returned; else what its backwards began at (the *root*, a mean where there were several).
-The last two are averaged over ranks by samples. Norms come as shares that are added up before the root is taken. A
-host's memory is the sum over its ranks by kind: each accounts for what it allocated.
+The loss of a step is what `sherd.log(loss=...)` got, averaged over ranks and calls by weight like every figure; else
+what the step's closure returned; else what its backwards started from (the *root*, a mean if there were several). The
+last two are averaged over ranks by samples. Norms are reported as squared parts, summed before the square root is
+taken. A host's memory is the sum over its ranks by kind: each reports what it allocated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NO_LAYERS: Mapping[str, LayerFigures] = {}
 
 @dataclass(frozen=True, slots=True)
 class LayerFigures:
-    """One layer in one step. `update_ratio` is the length of the update over that of the values."""
+    """One layer in one step. `update_ratio` is the norm of the update over the norm of the values."""
 
     norm: float | None
     update_ratio: float | None
@@ -35,9 +35,9 @@ class LayerFigures:
 
 @dataclass(slots=True, eq=False)
 class StepRow:
-    """One step of all ranks. What no rank told is None or empty. Figures that are logged after it are added later."""
+    """One step of all ranks. What no rank reported is None or empty. Figures logged after it are added later."""
 
-    # A long run has many rows: what ranks told is kept packed, and put together when it is asked for.
+    # A long run has many rows: what ranks reported is kept packed, and merged on access.
 
     step: int
     t: float  # unix seconds at which the last rank finished it
@@ -58,14 +58,14 @@ class StepRow:
     layers: Mapping[str, LayerFigures] = field(default_factory=lambda: _NO_LAYERS)
 
     @property
-    def told_loss(self) -> float | None:
-        """The loss that `sherd.log` was given, before the step or after it; else what its closure returned."""
+    def reported_loss(self) -> float | None:
+        """The loss passed to `sherd.log`, before or after the step; else what its closure returned."""
         return self.figures.get(LOSS, self.closure_loss)
 
     @property
     def loss(self) -> float | None:
-        """The loss that was told, else that of the roots of its backwards."""
-        told = self.told_loss
+        """The reported loss, else the mean root of its backwards."""
+        told = self.reported_loss
         return self.root if told is None else told
 
     @property
@@ -107,7 +107,7 @@ class StepRow:
 
     @property
     def duration(self) -> float | None:
-        """Seconds that the step took: those of the slowest rank."""
+        """Seconds that the step took on the slowest rank."""
         return self.spent.largest()
 
     @property
@@ -122,16 +122,16 @@ class StepRow:
 
     @property
     def communication_share(self) -> float | None:
-        """The share of the ranks' time that went into exposed communication, from 0 to 1."""
+        """The fraction of the ranks' time spent in exposed communication, from 0 to 1."""
         seconds = self.seconds
         total = sum(seconds.values())
         return seconds.get("communication", 0.0) / total if total > 0 else None
 
     @property
     def waiting(self) -> dict[int, float]:
-        """Seconds by rank spent on waiting for others: its communication above that of the rank with the least.
+        """Seconds that each rank spent waiting for others: its communication above that of the rank with the least.
 
-        The rank that comes last to a collective waits for nobody, so what it spends is the cost of the exchange itself.
+        The last rank to reach a collective waits for nobody, so what it spends is the cost of the exchange itself.
         """
         spent = {rank: each.get("communication", 0.0) for rank, each in self.seconds_by_rank.items()}
         least = min(spent.values(), default=0.0)
@@ -166,26 +166,26 @@ class StepTable(Sequence[StepRow]):
         return _known((row.step, getattr(row, name)) for row in self._rows)
 
     def figure(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps and values of a figure that `sherd.log` was given; rows without it are left out."""
+        """Steps and values of a figure of `sherd.log`; rows without it are left out."""
         return _known((row.step, row.figures.get(name)) for row in self._rows)
 
     @property
-    def tells_loss(self) -> bool:
-        """Whether the run told a loss in any step. What backwards began at may be another thing then: see `losses`."""
-        return any(row.told_loss is not None for row in self._rows)
+    def reports_loss(self) -> bool:
+        """Whether the run reported a loss in any step. The roots of backwards may then be something else."""
+        return any(row.reported_loss is not None for row in self._rows)
 
     @property
     def loss_name(self) -> str:
-        """What `losses` are to be called."""
-        return LOSS if self.tells_loss or all(row.root is None for row in self._rows) else BACKWARD_LOSS
+        """The name of what `losses` returns."""
+        return LOSS if self.reports_loss or all(row.root is None for row in self._rows) else BACKWARD_LOSS
 
     def losses(self) -> tuple[list[int], list[float]]:
-        """Steps and their losses. Told ones alone, if there are any: half a loss in between would be a curve of two."""
-        return self.column("told_loss" if self.tells_loss else "root")
+        """Steps and their losses. Only reported ones, if there are any: roots in between would mix two curves."""
+        return self.column("reported_loss" if self.reports_loss else "root")
 
     @property
     def figure_names(self) -> list[str]:
-        """The names that `sherd.log` was given, in the order of their first use, without the loss."""
+        """The names of figures of `sherd.log`, in the order of first use, without the loss."""
         return list(dict.fromkeys(name for row in self._rows for name in row.figures if name != LOSS))
 
 
@@ -196,7 +196,7 @@ def merge(
     world: int,
     hosts: Sequence[Host],
 ) -> StepRow:
-    """One row out of the `step` events of ranks, by rank, without what was logged."""
+    """One row from the `step` events of ranks, without what was logged."""
     ranks = sorted(reports)
     each = {rank: reports[rank] for rank in ranks}
     whole = len(ranks) >= world
@@ -221,7 +221,7 @@ def merge(
 
 
 def _mean_over_ranks(name: str, reports: Sequence[Mapping[str, Any]]) -> float | None:
-    """By samples, over the ranks that told it."""
+    """Weighted by samples, over the ranks that reported it."""
     told = [(each[name], each.get("samples")) for each in reports if each.get(name) is not None]
     return weighted_mean([value for value, _ in told], [weight for _, weight in told]) if told else None
 
@@ -236,7 +236,7 @@ def _by_host(hosts: Iterable[Host], memory: Mapping[int, Mapping[str, int]]) -> 
 
 
 def _host_resident(host: Host, resident: Mapping[int, Mapping[str, int]]) -> int | None:
-    """Private bytes add up. Ranks that touch shared pages touch the same ones, so the largest count is the nearest."""
+    """Private bytes add up. Ranks touch the same shared pages, so the largest count is the best estimate."""
     there = [resident[rank] for rank in host.ranks if rank in resident]
     if not there:
         return None

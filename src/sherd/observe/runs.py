@@ -1,22 +1,22 @@
-"""What is known of a run, put together from the events of its ranks; reports, writers and displays read it from here.
+"""What is known of a run, merged from the events of its ranks; reports, writers and displays read it from here.
 
-record = load(directory)                         # a run that is over, or as far as it got
+record = load(directory)                         # a finished run, or as far as it got
 record.steps[-1].loss, record.start["strategy"]
 
 follower, record = Follower(directory), RunRecord("mine")
-for event in follower.poll(): record.feed(event) # again and again, while it runs
+for event in follower.poll(): record.feed(event) # repeatedly, while it runs
 for row in record.new_rows(): ...                # what has become complete since the last call
 
-A directory may hold several runs, one after the other: a job that was restarted appends to the same files. The record
-is of the last one. A rank begins a new run with a `run.start` that comes from another process, after its `run.end` or
-after steps (several `distribute` before the first step are one run; one after steps begins another, as in a sweep).
-What other ranks still tell of the run before is left out.
+A directory may hold several runs in sequence: a restarted job appends to the same files. The record is of the last
+one. A rank begins a new run with a `run.start` that comes from another process, after its `run.end` or after steps
+(several `distribute` calls before the first step are one run; one after steps begins another, as in a sweep). Later
+events of other ranks that belong to the previous run are ignored.
 
-A step is complete when all ranks have reported it. A rank that has ended, that others reported as lost, or that has
-told of a later step is not waited for. Figures of `sherd.log` belong to the step that their event names; those logged
-after it, such as held-out figures, are added to its row, before the next row becomes complete; those of a step that the
-run did not finish are `unfinished`. Where several optimizers take steps, the table has those of the one that took the
-first. Events of unknown kinds are ignored.
+A step is complete when all ranks have reported it, except those that have ended, were reported lost, or have reported a
+later step. Figures of `sherd.log` belong to the step that their event names; those logged after it, such as held-out
+figures, are added to its row before the next row becomes complete; those of a step that the run did not finish are
+`unfinished`. With several optimizers, the table has the steps of the one that took the first. Events of unknown kinds
+are ignored.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 
 @dataclass
 class _Pending:
-    """A step that some ranks have yet to report."""
+    """A step that some ranks have not reported yet."""
 
     step: int
     number: int
@@ -62,7 +62,7 @@ class _Pending:
 
 @dataclass
 class _Rank:
-    """What one rank has told so far."""
+    """What one rank has reported so far."""
 
     pid: object = None
     started: bool = False
@@ -72,7 +72,7 @@ class _Rank:
 
 
 class RunRecord:
-    """What is known of one run so far. `ranks` are those whose events can come, if not all (one machine of several)."""
+    """What is known of one run so far. `ranks`: those whose events can arrive, if not all (one machine of several)."""
 
     def __init__(self, name: str = "", ranks: Iterable[int] | None = None) -> None:
         self.name = name
@@ -95,32 +95,32 @@ class RunRecord:
         self._pending: dict[int, _Pending] = {}  # by step
         self._numbered = 0
         self._rows: dict[int, StepRow] = {}  # by step
-        self._logs: dict[int, list[LogEntry]] = {}  # by step; of those to come and of the newest row
+        self._logs: dict[int, list[LogEntry]] = {}  # by step: future ones and the newest row
         self._length: int | None = None
         self._taken = 0
         self._hosts: list[Host] | None = None
 
     @property
     def world(self) -> int:
-        """Ranks of the run: as its start says, else as many as have been heard of."""
+        """Ranks of the run: from its start event, else as many as have appeared."""
         told = self.start or next(iter(self.starts.values()), None) or self.connection
         return int(told["world"]) if told else max(self._ranks, default=-1) + 1
 
     @property
     def hosts(self) -> list[Host]:
-        """The machines of the run. Without a start, all ranks count as on one."""
+        """The machines of the run. Without a start event, all ranks count as on one."""
         if self._hosts is None:
             self._hosts = hosts_of(self.starts, self.start or self.connection or {}, self.world)
         return self._hosts
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks that have told anything."""
+        """Ranks with any event."""
         return sorted(self._ranks)
 
     @property
     def total_steps(self) -> int | None:
-        """How many steps the run will take, if it said so."""
+        """How many steps the run will take, if known."""
         return self._length or (self.start or {}).get("total_steps")
 
     @property
@@ -130,7 +130,7 @@ class RunRecord:
         return bool(self._ranks) and all(rank in self._ranks and self._ranks[rank].gone for rank in waited)
 
     def feed(self, event: Event) -> None:
-        """Take in the next event. Those of one rank come in their order; ranks may lag behind each other."""
+        """Add the next event. Those of one rank come in order; ranks may lag behind each other."""
         if event.kind == "run.start":
             self._on_start(event)
         rank = self._ranks[event.rank]
@@ -142,7 +142,7 @@ class RunRecord:
         elif event.kind == "log":
             self._on_log(rank, event)
         elif event.kind == "sample":
-            # A text may read "nan", which a reader of events takes for a number.
+            # A text may be "nan", which reading turns into a number.
             title, text = (str(event.fields.get(name) or "") for name in ("title", "text"))
             self.samples.append(TextSample(event.step, event.t, event.rank, title, text))
         elif event.kind == "comm.connect":
@@ -164,7 +164,7 @@ class RunRecord:
         return rows
 
     def finish(self) -> None:
-        """No more events will come: steps that some ranks did not report become rows of those that did."""
+        """No more events will come: steps that only some ranks reported become rows of those ranks."""
         for pending in self._pending.values():
             self._append(pending)
         self._pending.clear()
@@ -186,7 +186,7 @@ class RunRecord:
         self._hosts = None
 
     def _late_for_run(self, rank: _Rank, event: Event) -> bool:
-        """Whether this is of the run before: its rank has yet to start in this one."""
+        """Whether this belongs to the previous run: its rank has not started in this one yet."""
         if rank.started or not self.starts:
             return False
         return event.kind not in MESSAGES or event.t < (self.start_time or 0)
@@ -200,7 +200,7 @@ class RunRecord:
         step = event.step if event.step is not None else rank.steps
         rank.steps += 1
         if step in self._rows:
-            return  # complete already: this rank was not waited for
+            return  # already complete without this rank
         if step not in self._pending:
             self._pending[step] = _Pending(step, self._numbered)
             self._numbered += 1
@@ -230,7 +230,7 @@ class RunRecord:
 
     def _complete(self) -> None:
         if not (self.starts or self.connection):
-            return  # nobody knows how many ranks there are
+            return  # the number of ranks is unknown
         while self._pending:
             first = next(iter(self._pending.values()))
             for number in self._waited_for():
@@ -255,7 +255,7 @@ class RunRecord:
 
 
 def load(path: str | os.PathLike[str]) -> RunRecord:
-    """The run of a directory of events; of several runs the last. A torn last line is left out."""
+    """The run in a directory of events; the last one of several. An incomplete last line is left out."""
     path = Path(path)
     record = RunRecord(path.resolve().name)
     try:
@@ -265,7 +265,7 @@ def load(path: str | os.PathLike[str]) -> RunRecord:
         raise ConfigError(f"cannot read the events of {path}: {error.strerror}") from None
     if not record.ranks:
         raise ConfigError(f"no events in {path}: its files are empty; did the run start with SHERD_EVENTS={path}?")
-    # Of a run that goes on, what some ranks have yet to report stays out: its norm would be too small.
+    # In a run that is still going, incomplete steps stay out: their norms would be too small.
     silent = set(range(record.world)) - set(record.starts)
     if silent or any(rank.gone for rank in record._ranks.values()):
         record.finish()

@@ -26,7 +26,7 @@ _SEEDING = "_sherd_seeding"
 class Guide(Protocol):
     """Who leads one loader."""
 
-    way: Any
+    scheme: Any
     """how it is sharded: has `indices`, `length` and `seed`"""
 
     def wrap(self, iterator: _BaseDataLoaderIter, loader: Any) -> Any:
@@ -41,7 +41,7 @@ class Counted(DataLoader[Any]):
 
     @property
     def _index_sampler(self) -> Any:
-        return guide_of(self).way.indices(super()._index_sampler, self.num_workers * (self.prefetch_factor or 0))
+        return guide_of(self).scheme.indices(super()._index_sampler, self.num_workers * (self.prefetch_factor or 0))
 
     def __iter__(self) -> Any:
         iterator: Any = super().__iter__()
@@ -77,14 +77,14 @@ class Sharded(Counted):
         if _SEEDING not in vars(self):
             return own
         drawn = int(torch.empty((), dtype=torch.int64).random_(generator=own))
-        return torch.Generator().manual_seed(guide_of(self).way.seed(drawn))
+        return torch.Generator().manual_seed(guide_of(self).scheme.seed(drawn))
 
     @generator.setter
     def generator(self, generator: Any) -> None:
         vars(self)["generator"] = generator
 
     def __len__(self) -> int:
-        length: int = guide_of(self).way.length(super().__len__())
+        length: int = guide_of(self).scheme.length(super().__len__())
         return length
 
 

@@ -1,7 +1,7 @@
-"""Ranks of this machine, started from Python: behind `sherd.launch` and `sherd.testing`.
+"""Ranks on this machine, started from Python: behind `sherd.launch` and `sherd.testing`.
 
 The nouns: a *rank* is a process, seen from the caller; a *worker* is the same process, seen from inside; a *team* is
-all ranks of a run. How the process of a rank comes into being is left to a `Start`: `fresh` has new interpreters.
+all ranks of a run. A `Start` creates the process of a rank: `fresh` starts new interpreters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["launch"]
 
 
 def __getattr__(name: str) -> Any:
-    """Late: `machine` is wanted by those who have not imported torch yet, which takes seconds."""
+    """Import `launch` on first use: it needs torch, which takes seconds to import."""
     if name == "launch":
         from sherd.ranks.launching import launch
 

@@ -1,4 +1,4 @@
-"""What is sent to the ranks for one run: the call, and the surroundings that torchrun would give it."""
+"""What is sent to the ranks for one run: the call, and the environment that torchrun would give it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ HOST = "127.0.0.1"
 
 @contextlib.contextmanager
 def rendezvous() -> Iterator[int]:
-    """The port of a store for one run, on the loopback. The caller hosts it, so that any rank may die, rank 0 too.
+    """The port of a store for one run, on loopback. The caller hosts it, so that any rank may die, even rank 0.
 
-    A new one for every run is what keeps runs apart: nothing that an earlier run left behind can be found in it.
+    Every run gets a new store, so nothing that an earlier run left behind can be found in it.
     """
     check_loopback()
     listener = socket.create_server((HOST, 0))
@@ -35,11 +35,11 @@ def rendezvous() -> Iterator[int]:
     try:
         yield port
     finally:
-        del store  # now, and not when the last one forgets the traceback
+        del store  # now, and not when the last reference to a traceback goes
 
 
 def fair_threads(world_size: int) -> int:
-    """Threads for each rank: with one per core in every rank they would wait for each other."""
+    """Threads per rank: with one per core in every rank, they would compete for the cores."""
     return max(1, len(os.sched_getaffinity(0)) // world_size)
 
 
@@ -52,7 +52,7 @@ def task(
     extra: Mapping[str, str] | None = None,
     threads: int | None = None,
 ) -> bytes:
-    """The run in bytes. `call` is a pickled `(fn, args)`; torchrun's variables win over `environ`, `extra` over all."""
+    """The run as bytes. `call` is a pickled `(fn, args)`; torchrun's variables override `environ`, `extra` both."""
     work = Task(
         call=call,
         environ={**environ, **_torchrun_environ(world_size, port)},
@@ -80,14 +80,14 @@ def _torchrun_environ(world_size: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
-        # A host's own name may not resolve, or lead to an interface that others reach.
+        # A host's own name may not resolve, or resolve to an interface that others can reach.
         network.IFNAME: os.environ.get(network.IFNAME) or (loopback.name if loopback else "lo"),
         **_token(),
     }
 
 
 def _token() -> dict[str, str]:
-    """What ranks know each other by: the user's, or a new one for every run."""
+    """The token by which ranks recognise each other: the user's, or a new one for every run."""
     if os.environ.get(TOKEN) or os.environ.get(TOKEN_FILE):
         return {}
     return {TOKEN: secrets.token_hex(32)}

@@ -1,7 +1,7 @@
-"""Ranks in new interpreters, which have nothing of the caller but its environment.
+"""Ranks in new interpreters, which inherit nothing from the caller but its environment.
 
 A notebook has threads and may have used an accelerator, and neither survives a fork; multiprocessing's spawn would
-import the caller's main script again, and leave what ranks print to the terminal of the notebook server.
+import the caller's main script again, and print to the terminal of the notebook server.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from sherd.ranks import worker
 from sherd.ranks.output import Output
 from sherd.ranks.process import Process, Start
 
-# The caller's sys.path first: it may have found sherd in a place that a new interpreter does not know.
+# The caller's sys.path first: a new interpreter might not find sherd without it.
 _BOOT = "import sys; sys.path[:] = {path!r}; from sherd.ranks import fresh; fresh.main({rank}, {control}, {parent})"
 
 
 def starter(environ: Mapping[str, str]) -> Start:
-    """Starts ranks that have this environment from their first instruction on."""
+    """Starts ranks with this environment from their first instruction."""
 
     def start(rank: int, control: socket.socket) -> tuple[Process, Sequence[Output]]:
         interpreter = Interpreter(rank, control, environ)
@@ -35,13 +35,13 @@ def starter(environ: Mapping[str, str]) -> Start:
 
 
 class Interpreter:
-    """A new process, in a session of its own: ^C in a terminal or a notebook is for the caller to deal with.
+    """A new process in its own session, so that the caller alone handles ^C in a terminal or a notebook.
 
-    The processes that it started end with it.
+    Processes that it started end with it.
     """
 
     def __init__(self, rank: int, control: socket.socket, environ: Mapping[str, str]) -> None:
-        parent, self._alive = os.pipe()  # the other end of `parent` closes when this process lets go of it, or dies
+        parent, self._alive = os.pipe()  # `parent` sees end-of-file when this process closes the other end, or dies
         boot = _BOOT.format(path=list(map(str, sys.path)), rank=rank, control=control.fileno(), parent=parent)
         prefix = f"[rank {rank}] " if rank else ""
         try:
@@ -69,7 +69,7 @@ class Interpreter:
     def exitcode(self) -> int | None:
         if self._popen.returncode is None and wait([self.sentinel], 0):
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)  # before the process is reaped, while the number is still its own
+                os.killpg(self.pid, signal.SIGKILL)  # before the process is reaped, while the pid is still its own
             self._popen.wait()
         return self._popen.returncode
 
@@ -80,7 +80,7 @@ class Interpreter:
 
 def main(rank: int, control: int, parent: int) -> None:
     """Where a new interpreter begins."""
-    # A pipe is not a terminal, and without this a line would come when a block of them is full.
+    # A pipe is not a terminal: without this, lines would arrive in blocks.
     sys.stdout.reconfigure(encoding="utf-8", line_buffering=True)  # type: ignore[union-attr]
     sys.stderr.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     worker.main(rank, socket.socket(fileno=control), parent)

@@ -1,4 +1,4 @@
-"""`sherd.launch`: one function on several ranks, from a notebook, a prompt or a script."""
+"""`sherd.launch`: run one function on several ranks, from a notebook, a prompt or a script."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from sherd.ranks.team import Team
 P = ParamSpec("P")
 T = TypeVar("T")
 
-GRACE = 2.0  # seconds for the others to fail too, once a rank has failed
+GRACE = 2.0  # seconds for the others to fail as well, once a rank has failed
 LEAVE_TIMEOUT = 30.0  # seconds for ranks that have returned to leave their process group, and then to exit
 
 
 def launch(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) -> list[T]:
     """Call `fn(*args, **kwargs)` on `ranks` new processes of this machine and return the results in rank order.
 
-    For notebooks and the interactive prompt: `fn` and all it refers to travel by value, so it may be defined anywhere,
-    be a lambda or a closure. Inside, ranks find each other as under torchrun. What they print appears here, line by
-    line, with the rank in front for all but rank 0. The first rank that fails ends the others, and `RankFailed` has its
-    traceback; an interrupt ends all of them.
+    For notebooks and the interactive prompt: `fn` and everything it refers to are sent by value, so it may be defined
+    anywhere, even as a lambda or a closure. Inside, ranks find each other as under torchrun. What they print appears
+    here line by line, prefixed with the rank except for rank 0. When a rank fails the others are ended, and
+    `RankFailed` has its traceback; an interrupt ends all of them.
     """
     _check(fn, ranks)
     check_files(ranks)
@@ -44,7 +44,7 @@ def launch(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) ->
             results = team.run(call.task(shipped, ranks, port, environ=environ), math.inf)
             _leave(team)
     except RankFailed as error:
-        # A notebook prints every frame, and ours would stand above what the rank has to say.
+        # A notebook prints every frame, and ours would come before the rank's own traceback.
         raise error.with_traceback(None) from None
     finally:
         team.close()
@@ -59,13 +59,13 @@ def _check(fn: Callable[..., object], ranks: int) -> None:
     if "RANK" in os.environ:
         raise ConfigError(
             f"sherd.launch was called inside rank {os.environ['RANK']}: the variable RANK is set, as by torchrun, "
-            "sherd run or sherd.launch. A rank does not start ranks of its own: call the function itself. If this is "
-            "no rank, write `del os.environ['RANK']` first"
+            "sherd run or sherd.launch. A rank cannot start ranks: call the function itself. If this is not a "
+            "rank, write `del os.environ['RANK']` first"
         )
 
 
 def _leave(team: Team) -> None:
-    """Have the ranks exit. What goes wrong now must not cost the caller the results."""
+    """Have the ranks exit. An error now must not cost the caller the results."""
     try:
         team.clean(LEAVE_TIMEOUT)
         team.stop(LEAVE_TIMEOUT)
@@ -74,7 +74,7 @@ def _leave(team: Team) -> None:
 
 
 def _shipped(fn: Callable[..., object], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    """The call by value, for `_receive` to make on the ranks."""
+    """The call, pickled by value, which `_receive` makes on the ranks."""
     try:
         content = cloudpickle.dumps((fn, args, kwargs))
     except Exception as error:
@@ -82,13 +82,13 @@ def _shipped(fn: Callable[..., object], args: tuple[Any, ...], kwargs: Mapping[s
         found = ", ".join(_culprits(fn, args, kwargs)) or f"{name} itself"
         raise ConfigError(
             f"{name} cannot be sent to the ranks: {type(error).__name__}: {error}. Found in: {found}. "
-            "Make such a thing inside the function, on every rank"
+            "Create it inside the function, on every rank"
         ) from error
     return pickle.dumps((_receive, (content, _typed_sources(), list(sys.argv))))
 
 
 def _culprits(fn: Callable[..., object], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-    """The arguments, and the variables that the function uses, which do not pickle."""
+    """The arguments and the variables used by the function that cannot be pickled."""
     used = {f"argument {index}": value for index, value in enumerate(args)}
     used |= {f"argument {name}": value for name, value in kwargs.items()}
     if inspect.isfunction(fn):
@@ -106,7 +106,7 @@ def _pickles(value: object) -> bool:
 
 
 def _typed_sources() -> dict[str, Any]:
-    """The lines of cells and prompts, which are in no file: a rank needs them to show them in a traceback."""
+    """The source lines of notebook cells and prompts, which are in no file: ranks need them for tracebacks."""
     return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
 
 
@@ -120,7 +120,7 @@ def _receive(content: bytes, sources: dict[str, Any], argv: list[str]) -> object
 
 
 def _become_main(fn: Callable[..., object]) -> None:
-    """Put what the function uses of the caller's main module into that of the rank, where plain pickle looks for it."""
+    """Copy what the function uses of the caller's main module into the rank's, where plain pickle looks for it."""
     used = getattr(inspect.unwrap(fn), "__globals__", {})
     if used.get("__name__") == "__main__":
         vars(sys.modules["__main__"]).update({name: used[name] for name in used if not name.startswith("__")})

@@ -1,4 +1,4 @@
-"""One rank, seen from its parent: start it, talk to it, ask for its stack, end it. Nothing here can block for long."""
+"""One rank, seen from its parent: start it, command it, ask for its stack, end it. Nothing here can block for long."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from sherd.ranks.output import Output
 
 STACK_WAIT = 1.0  # seconds for all ranks together to write their stacks: a live one needs a millisecond
 TERM_WAIT = 0.5  # seconds between SIGTERM and SIGKILL
-KILL_WAIT = 5.0  # seconds for the kernel to end a killed process; one in uninterruptible sleep is given up
+KILL_WAIT = 5.0  # seconds for the kernel to end a killed process; after that, as in uninterruptible sleep, give up
 
 
 class Process(Protocol):
-    """What a rank needs of its process, in multiprocessing's words: negative exit codes are signals."""
+    """What a rank needs of its process. As in multiprocessing, negative exit codes are signals."""
 
     @property
     def pid(self) -> int | None: ...
 
     @property
     def sentinel(self) -> int:
-        """A file that is readable once the process has ended."""
+        """A file that becomes readable when the process ends."""
 
     @property
     def exitcode(self) -> int | None: ...
@@ -37,8 +37,8 @@ class Process(Protocol):
     def close(self) -> None: ...
 
 
-# Starts a rank's process, which calls `worker.main` with its end of the socket, and opens what it prints if its caller
-# is to pass that on.
+# Starts a rank's process, which calls `worker.main` with its end of the socket, and gives the streams to forward, if
+# any.
 Start = Callable[[int, socket.socket], tuple[Process, Sequence[Output]]]
 
 
@@ -65,7 +65,7 @@ class Rank:
             socket.send_fds(self.control, [b"f"], [task, self._result, self._stacks])
             self.control.setblocking(False)
         except BaseException:
-            self._files.close()  # a process that was started loses its parent's end of the socket, and ends
+            self._files.close()  # a process that was started sees the socket close, and ends
             raise
 
     def say(self, command: bytes) -> None:
@@ -75,14 +75,14 @@ class Rank:
     def look(self) -> int | None:
         """The exit code, None while the process lives.
 
-        Only this looks, so that an exit is never seen by one who wants to know what to wait for, and then waited for
-        in vain by the one who wants to write it down.
+        Nothing else asks for it, so that an exit is never noticed while deciding what to wait for, and then missed by
+        the code that records it.
         """
         self.exitcode = self.process.exitcode
         return self.exitcode
 
     def hear(self) -> bytes | None:
-        """The rank's answer, b"" once it can give none any more, None while there is none."""
+        """The rank's answer; None if there is none yet, b"" if there will be none."""
         try:
             answer = self.control.recv(1)
         except BlockingIOError:
@@ -94,13 +94,13 @@ class Rank:
         return answer
 
     def wakers(self) -> list[Any]:
-        """The files on which something happens when there is something to look at."""
+        """The files that become readable when there is something to look at."""
         ended = [self.process.sentinel] if self.exitcode is None else []
         answers = [self.control] if self.listens else []
         return [*ended, *answers, *(output for output in self.outputs if output.open)]
 
     def forward(self) -> None:
-        """Pass on what it has printed since the last time."""
+        """Forward what it has printed since the last time."""
         for output in self.outputs:
             output.forward()
 
@@ -126,7 +126,7 @@ class Rank:
         """The stacks it was asked for, or those that it left when it crashed; "" if there are none."""
         data = os.pread(self._stacks, os.fstat(self._stacks).st_size, 0)
         blocks = data.decode(errors="replace").strip().split("\n\n")
-        # A crash ends with a list of all extension modules, longer than the stacks and never the news.
+        # A crash ends with a list of all extension modules, longer than the stacks and of no use.
         return "\n\n".join(_trimmed(block) for block in blocks if not block.startswith("Extension modules:"))
 
     def stopped(self) -> bool:
@@ -143,9 +143,9 @@ class Rank:
                 os.kill(self.process.pid, number)
 
     def close(self) -> None:
-        """Let go of the process, which has ended, and of its files.
+        """Release the process, which has ended, and its files.
 
-        If the fork server died, the exit code was a guess; then this ends the process, as it loses its parent's pipe.
+        If the fork server died, the exit code was a guess; then closing its parent's pipe ends the process.
         """
         self._files.close()
         with contextlib.suppress(ValueError):  # still running after SIGKILL: nothing more can be done from here
@@ -153,7 +153,7 @@ class Rank:
 
 
 def read_stacks(ranks: Sequence[Rank]) -> dict[int, str]:
-    """The Python stacks of all threads of these ranks, or a sentence that says why there is none."""
+    """The Python stacks of all threads of these ranks, or a note that says why there is none."""
     asked = [rank for rank in ranks if rank.started and not rank.stopped()]
     for rank in asked:
         rank.ask_stack()
@@ -161,7 +161,7 @@ def read_stacks(ranks: Sequence[Rank]) -> dict[int, str]:
     before: list[str] | None = None
     while time.monotonic() < deadline:
         now = [rank.stack() for rank in asked]
-        if all(now) and now == before:  # nobody says where a stack ends; it has when it no longer grows
+        if all(now) and now == before:  # there is no end marker: a stack is complete when it stops growing
             break
         before = now
         time.sleep(0.02)
@@ -177,7 +177,7 @@ def _no_stack(rank: Rank) -> str:
 
 
 def end(ranks: Sequence[Rank]) -> None:
-    """End these ranks, politely first, and let go of their files. An impatient ^C in the meantime hurries, no more."""
+    """End these ranks, with SIGTERM first, and release their files. ^C in the meantime only hurries it."""
     try:
         for rank in ranks:
             rank._signal(signal.SIGTERM)
@@ -200,7 +200,7 @@ def _await_exit(ranks: Sequence[Rank], patience: float) -> None:
 
 
 def _trimmed(thread: str) -> str:
-    """A thread's stack, innermost frame first, without the frames that led to the function: they never differ."""
+    """A thread's stack, innermost frame first, without those that called the function: they never differ."""
     lines = thread.split("\n")
     ours = [index for index, line in enumerate(lines) if f'File "{worker.HERE}' in line]
     return "\n".join(lines[: ours[0]] if ours and ours[0] > 1 else lines)

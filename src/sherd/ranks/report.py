@@ -1,4 +1,4 @@
-"""What a failed run says: every rank, the first to fail first, in the words of the rank itself."""
+"""The error of a failed run: what every rank reported, the first to fail first."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sherd.ranks.watch import Outcome
 class RanksTimedOut(RankFailed):
     """Ranks did not finish in time. `failures` maps each of them to its Python stacks.
 
-    A `RankFailed`, so that one `except` catches every way in which a run can fail; not a `TimedOut`, which is what a
-    communicator raises *inside* a rank about its peers.
+    A `RankFailed`, so that one `except` catches every failure of a run; not a `TimedOut`, which a communicator raises
+    *inside* a rank about its peers.
     """
 
 

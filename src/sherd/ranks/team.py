@@ -1,4 +1,4 @@
-"""All ranks of a run, together: start them, give them commands, end them."""
+"""All ranks of a run: start them, give them commands, end them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sherd.ranks.watch import Outcome, describe_exit, watch
 class Team:
     """`world_size` ranks, which start with the first `run`.
 
-    After a `RankFailed`, and after any other exception that comes out of here, the ranks are in no known state: `end`
-    them. `grace` is how many seconds the others have to fail too once one has failed.
+    After a `RankFailed` or any other exception from here, the ranks are in an unknown state: `end` them. `grace` is how
+    many seconds the others have to fail as well, once one has failed.
     """
 
     def __init__(self, start: Start, world_size: int, *, grace: float, start_timeout: float) -> None:
@@ -28,7 +28,7 @@ class Team:
         self._task = os.memfd_create("sherd-task")
 
     def run(self, task: bytes, timeout: float, expected: Mapping[int, int] | None = None) -> list[Any]:
-        """Have the task run and return the results in rank order, `Died` for ranks of which that was `expected`."""
+        """Run the task and return the results in rank order, `Died` for ranks that were `expected` to die."""
         worker.write_file(task, self._task)
         try:
             self._start(timeout)
@@ -40,11 +40,11 @@ class Team:
         return results
 
     def clean(self, timeout: float) -> None:
-        """Have the ranks destroy their process group: one that left it earlier could have failed those still in it."""
+        """Have the ranks destroy their process group, now that all have returned: earlier it could fail others."""
         self._command(worker.CLEAN, "destroying the process group", timeout, {})
 
     def stop(self, timeout: float, dead: Mapping[int, int] | None = None) -> None:
-        """Have the ranks exit by themselves and check their exit codes; `dead` are those that have exited already."""
+        """Have the ranks exit by themselves and check their exit codes; `dead` have already exited."""
         codes = dict.fromkeys(range(len(self._ranks)), 0) | dict(dead or {})
         try:
             self._command(worker.STOP, "exiting", timeout, codes)
@@ -59,14 +59,14 @@ class Team:
             self._ranks.clear()
 
     def close(self) -> None:
-        """End the ranks and let go of everything."""
+        """End the ranks and release everything."""
         try:
             self.end()
         finally:
             os.close(self._task)
 
     def _start(self, timeout: float) -> None:
-        """New ranks if there are none; otherwise make sure that the ones from the last run still live."""
+        """Start ranks if there are none; otherwise check that those of the last run are still alive."""
         if self._ranks:
             codes = {rank.rank: rank.look() for rank in self._ranks}
             outcome = Outcome(answered=set(codes))
@@ -81,7 +81,7 @@ class Team:
         self._check(outcome, "starting (see what they printed)", self._start_timeout)
 
     def _command(self, command: bytes, doing: str, timeout: float, expected: Mapping[int, int]) -> Outcome:
-        """Give all ranks a command and see it through."""
+        """Give all ranks a command and wait for it."""
         for rank in self._ranks:
             rank.say(command)
         outcome = watch(self._ranks, timeout, self.grace, expected)

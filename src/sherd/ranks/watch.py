@@ -1,4 +1,4 @@
-"""Wait until every rank has answered a command, failed, or run out of time."""
+"""Waiting until every rank has answered a command, failed, or run out of time."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from sherd.ranks.process import Rank
 
 @dataclass(frozen=True)
 class Died:
-    """Stands in the place of a result for a rank that ended as `expected_exits` said (negative: by that signal)."""
+    """Replaces the result of a rank that ended as `expected_exits` said (negative: by that signal)."""
 
     exitcode: int
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank failed, in the words that follow "rank 3 ", and when (of the monotonic clock)."""
+    """Why a rank failed, as text to follow "rank 3 ", and when (monotonic clock)."""
 
     story: str
     when: float
@@ -31,7 +31,7 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """What became of a command on every rank. A rank in none of the three was still busy when the time was up."""
+    """The outcome of a command on every rank. A rank in none of the three was still busy when time ran out."""
 
     answered: set[int] = field(default_factory=set)
     died: dict[int, Died] = field(default_factory=dict)  # as expected
@@ -42,7 +42,7 @@ class Outcome:
         return [rank for rank in ranks if rank.rank not in done]
 
     def stories(self) -> dict[int, str]:
-        """Why ranks failed, the first to fail first: the others often fail because of it."""
+        """Why ranks failed, the first one first: it is often the cause of the others."""
         order = sorted(self.failed, key=lambda number: self.failed[number].when)
         return {number: self.failed[number].story for number in order}
 
@@ -51,7 +51,7 @@ class Outcome:
         self.failed[number] = Failure(story, time.monotonic() if when is None else when)
 
     def results(self, ranks: Sequence[Rank]) -> list[Any]:
-        """One result per rank, in rank order. A result that cannot be read back is one more failure."""
+        """One result per rank, in rank order. A result that cannot be read back is a failure too."""
         values: list[Any] = []
         for rank in ranks:
             try:
@@ -66,15 +66,15 @@ class Outcome:
 
 
 def watch(ranks: Sequence[Rank], timeout: float, grace: float, expected: Mapping[int, int]) -> Outcome:
-    """Collect what `ranks` answer to the command they were just given, and pass on what they print.
+    """Collect the answers of `ranks` to the command they were just given, and forward what they print.
 
     `expected` maps the ranks that must die to their exit codes. Once a rank has failed, the others have `grace` seconds
-    to fail by themselves, so that their stories are told too. So has a rank that should die but returned.
+    to fail by themselves, so that they are reported too. So has a rank that should die but returned.
     """
     outcome = Outcome()
     limit, hurried = time.monotonic() + timeout, False
     while True:
-        for rank in ranks:  # before the first sleep too: no one wakes us for what has happened already
+        for rank in ranks:  # before the first sleep too: nothing wakes us for what has already happened
             _note(rank, outcome, expected)
         undead = [rank for rank in expected if rank not in outcome.died and rank not in outcome.failed]
         busy = outcome.busy(ranks)
@@ -92,7 +92,7 @@ def watch(ranks: Sequence[Rank], timeout: float, grace: float, expected: Mapping
 
 
 def describe_exit(code: int) -> str:
-    """An exit code as multiprocessing counts it, in words: negative numbers are signals."""
+    """An exit code in words; as in multiprocessing, negative numbers are signals."""
     if code >= 0:
         return f"exited with code {code}"
     try:
@@ -107,9 +107,9 @@ def _sleep(ranks: Sequence[Rank], seconds: float) -> None:
 
 
 def _note(rank: Rank, outcome: Outcome, expected: Mapping[int, int]) -> None:
-    """Write down what the rank did since the last look."""
+    """Record what the rank did since the last look."""
     number = rank.rank
-    code = rank.look()  # before hear(): what a dead rank had to say is then certain to have arrived
+    code = rank.look()  # before hear(): then everything that a dead rank sent has arrived
     answer = rank.hear()
     rank.forward()
     if answer == worker.RAISED:
@@ -123,7 +123,7 @@ def _note(rank: Rank, outcome: Outcome, expected: Mapping[int, int]) -> None:
         outcome.answered.discard(number)
         outcome.died[number] = Died(code)
     else:
-        # Its peers may have noticed a killed rank before we did, but no peer's error can have caused it: it was first.
+        # Peers may have noticed a killed rank before we did, but cannot have caused it: it failed first.
         when = 0.0 if code < 0 else time.monotonic()
         late = " after it had returned" if number in outcome.answered else ""
         wanted = f", but expected_exits says that it {describe_exit(expected[number])}" if number in expected else ""

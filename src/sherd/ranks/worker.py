@@ -1,8 +1,8 @@
-"""The inside of a rank: obey the parent's commands, one byte each, and sleep in a blocking read between them.
+"""The inside of a rank: execute the parent's commands, one byte each, and sleep in a blocking read between them.
 
-What is larger than a byte travels in memory files: the parent writes the *task* (one for all ranks) before it says RUN,
-and a rank writes its *result* before it says RETURNED or RAISED. A rank that is stopped or killed in the middle can
-therefore never leave the other side inside half a message.
+Anything larger than a byte goes through memory files: the parent writes the *task* (one for all ranks) before it sends
+RUN, and a rank writes its *result* before it sends RETURNED or RAISED. So a rank that is stopped or killed can never
+leave the other side waiting for the rest of a message.
 """
 
 from __future__ import annotations
@@ -29,54 +29,54 @@ import torch.distributed as dist
 from sherd import observe
 from sherd.comm.closing import leave_all
 
-RUN, CLEAN, STOP = b"R", b"C", b"S"  # what the parent says
+RUN, CLEAN, STOP = b"R", b"C", b"S"  # what the parent sends
 READY, RETURNED, RAISED = b"+", b"r", b"x"  # what a rank answers
-HERE = f"{Path(__file__).parent}{os.sep}"  # how the files begin whose frames tell a reader nothing
+HERE = f"{Path(__file__).parent}{os.sep}"  # frames of files below this path are left out of reports
 
 
 @dataclass(frozen=True)
 class Task:
-    """One run: what to call, and the surroundings to call it in. All ranks read the same one."""
+    """One run: what to call, and the environment to call it in. All ranks read the same one."""
 
-    call: bytes  # pickled (fn, args), apart: a rank can only import fn once it has the caller's sys.path
+    call: bytes  # pickled (fn, args), separately: a rank can only import fn once it has the caller's sys.path
     environ: dict[str, str]  # the caller's environment and the variables that all ranks share
-    extra: dict[str, str]  # the caller's `env=`: it wins over everything
+    extra: dict[str, str]  # the caller's `env=`, which overrides everything
     sys_path: list[str]
     cwd: str
-    threads: int | None  # for torch; None: as it chose itself when the process started
+    threads: int | None  # for torch; None: its own choice when the process started
 
 
 def main(rank: int, control: socket.socket, parent: int) -> None:
-    """The life of a rank, from its start to STOP. `parent` is a pipe on which nothing comes but the parent's end."""
+    """The life of a rank, from its start to STOP. `parent` is a pipe that closes when the parent ends."""
     _die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C in a terminal reaches idle ranks too, and is none of theirs
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C in a terminal reaches idle ranks too, but is not for them
     _, (task, result, stacks), _, _ = socket.recv_fds(control, 1, 3)
     seed = torch.initial_seed()
     _show_stacks(stacks)
     control.sendall(READY)
     while (command := control.recv(1)) in (RUN, CLEAN):
         if command == RUN:
-            _show_stacks(stacks)  # again: what one function does to the handlers or to the seed must not reach the next
+            _show_stacks(stacks)  # again: a function may have changed the handlers or the seed
             torch.manual_seed(seed)
             answer = _answer(lambda: _run(rank, task), result)
             observe.finish(answer == RETURNED)
-            leave_all()  # a rank whose function has returned takes part in nothing any more, though its process lives
+            leave_all()  # its function has returned, so it takes part in nothing any more, though its process lives on
             control.sendall(answer)
         else:
             control.sendall(_answer(_destroy_process_group, result))
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent goes, however it goes.
+    """Have the kernel kill this process when its parent ends, in whatever way.
 
     O_ASYNC turns the end of the pipe into a signal. Unlike a thread that waits for it, this also ends a rank that holds
-    the GIL, and adds no stack of its own to every report. A rank with a process group of its own takes that along.
+    the GIL, and adds no thread to every reported stack. A rank that leads a process group takes the group with it.
     """
     whom = -os.getpid() if os.getpgrp() == os.getpid() else os.getpid()
     fcntl.fcntl(parent, fcntl.F_SETOWN, whom)
     fcntl.fcntl(parent, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(parent, fcntl.F_SETFL, fcntl.fcntl(parent, fcntl.F_GETFL) | os.O_ASYNC)
-    if wait([parent], 0):  # the parent went before we asked for the signal
+    if wait([parent], 0):  # the parent ended before we asked for the signal
         os._exit(1)
 
 
@@ -87,10 +87,10 @@ def _show_stacks(stacks: int) -> None:
 
 
 def _answer(work: Callable[[], object], result: int) -> bytes:
-    """Do `work` and leave what it returned, or the story of why it did not, in the result file."""
+    """Do `work` and leave its result, or the reason for its failure, in the result file."""
     try:
         value = work()
-    except SystemExit:  # not an error to describe but an exit code to report: let the process end with it
+    except SystemExit:  # an exit code, not an error: let the process end with it
         raise
     except BaseException as error:
         leave_all(error)
@@ -133,13 +133,13 @@ def _destroy_process_group() -> None:
 
 
 def _fail(story: str, result: int) -> bytes:
-    write_file(pickle.dumps((time.monotonic(), story)), result)  # the same clock in all ranks: who was first?
+    write_file(pickle.dumps((time.monotonic(), story)), result)  # a clock that all ranks share: who failed first?
     _flush()
     return RAISED
 
 
 def write_file(data: bytes, file: int) -> None:
-    """Replace what is in a memory file."""
+    """Replace the content of a memory file."""
     os.ftruncate(file, 0)
     with open(file, "wb", closefd=False) as stream:
         stream.seek(0)

@@ -35,7 +35,7 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         for last in (self.out, self.down):
-            nn.init.zeros_(last.weight)  # a block begins as the identity: deeper models start as well as shallow ones
+            nn.init.zeros_(last.weight)  # a block starts as the identity, so deep models start as well as shallow ones
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Turn pairs of elements by angles that grow with the position, so that attention sees distances."""
+    """Rotate pairs of elements by angles that grow with the position, so that attention sees distances."""
     half = x.shape[-1] // 2
     angles = torch.arange(x.shape[-2]).unsqueeze(1) * 10000.0 ** (-torch.arange(half) / half)
     cos, sin = angles.cos(), angles.sin()
@@ -67,7 +67,7 @@ class Gpt(nn.Module):
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Pieces of a text, at equal distances if there are more than `most`; each with the same piece one byte later."""
+    """Pieces of a text, evenly spaced if there are more than `most`; each with the same piece one byte later."""
 
     def __init__(self, text: bytes, length: int, most: int = sys.maxsize) -> None:
         self.text = torch.frombuffer(bytearray(text or b"\n"), dtype=torch.uint8)
@@ -84,7 +84,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def read(corpus: Path | None) -> tuple[bytes, bytes]:
-    """Text to learn from, and other text to be judged by: every tenth file, or the end of a single one."""
+    """Training text and held-out text: every tenth file, or the end of a single one."""
     library = Path(sysconfig.get_paths()["stdlib"])
     where = corpus or library
     if not where.exists():
@@ -93,7 +93,7 @@ def read(corpus: Path | None) -> tuple[bytes, bytes]:
     found = where.rglob("*.py" if corpus is None else "*") if where.is_dir() else [where]
     files = sorted(file for file in found if file.is_file() and not others & set(file.relative_to(where).parts))
     try:
-        texts = [text for file in files if b"\0" not in (text := file.read_bytes())]  # the others are no text
+        texts = [text for file in files if b"\0" not in (text := file.read_bytes())]  # the others are not text
     except OSError as error:
         raise sherd.ConfigError(f"--corpus {where}: {error.filename} cannot be read ({error.strerror})") from None
     if not any(texts):
@@ -108,14 +108,14 @@ def read(corpus: Path | None) -> tuple[bytes, bytes]:
 
 
 def bigram_entropy(text: Tensor) -> float:
-    """Nats per byte of the best guess that knows one byte: what a table of pairs would reach on this very text."""
+    """Nats per byte of the best prediction from one byte: what a table of byte pairs would reach on this text."""
     pairs = torch.bincount(text[:-1].int() * BYTES + text[1:], minlength=BYTES * BYTES).view(BYTES, BYTES).double()
     chances = pairs / pairs.sum(dim=1, keepdim=True)
     return -(pairs / pairs.sum() * chances.log())[pairs > 0].sum().item()
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Of each sequence: the mean over its bytes."""
+    """The loss of each sequence: the mean over its bytes."""
     return functional.cross_entropy(model(x).transpose(1, 2), y, reduction="none").mean(dim=1)
 
 
@@ -128,7 +128,7 @@ def held_out_loss(model: nn.Module, loader: DataLoader[Any]) -> float:
 
 @torch.no_grad()
 def continued(model: nn.Module, prompt: str, count: int, length: int, temperature: float = 0.7) -> str:
-    """What the model writes after a prompt. On all ranks: under zero3 several hosts gather what they use together."""
+    """What the model writes after a prompt. Call it on all ranks: under zero3 hosts gather parameters together."""
     chance = torch.Generator().manual_seed(0)
     text = list(prompt.encode())
     for _ in range(count):
@@ -162,7 +162,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(arguments: argparse.Namespace, world: int) -> tuple[Windows, Windows]:
-    """The text to learn from and the text to be judged by; `ConfigError` for what cannot work on so many ranks."""
+    """The training and the held-out text; `ConfigError` for what cannot work on that many ranks."""
     if arguments.strategy is not None:
         sherd.strategies.resolve(arguments.strategy)
     for name in ("steps", "batch", "length", "width", "layers", "lr", "every", "write"):
@@ -177,8 +177,8 @@ def check(arguments: argparse.Namespace, world: int) -> tuple[Windows, Windows]:
     batch = arguments.batch * world
     if len(learned) < batch or not len(held_out):
         raise sherd.ConfigError(
-            f"the corpus has {len(learned)} sequences of {arguments.length} bytes to learn from and {len(held_out)} to "
-            f"be judged by; a step takes {batch}: write a smaller --batch or --length, or a larger --corpus"
+            f"the corpus has {len(learned)} training sequences of {arguments.length} bytes and {len(held_out)} "
+            f"held-out ones; a step takes {batch}: write a smaller --batch or --length, or a larger --corpus"
         )
     return learned, held_out
 
@@ -206,8 +206,8 @@ def train(arguments: argparse.Namespace, learned: Windows, held_out: Windows) ->
     )
     sherd.print(sherd.describe(model))
     sherd.print(
-        f"{len(learned.text):,} bytes to learn from; their bigram entropy, which a table of byte pairs would reach, is "
-        f"{entropy:.3f} nats per byte"
+        f"{len(learned.text):,} bytes of training text; its bigram entropy, which a table of byte pairs would reach, "
+        f"is {entropy:.3f} nats per byte"
     )
 
     for step, (x, y) in zip(range(1, arguments.steps + 1), forever(loader), strict=False):
@@ -233,7 +233,7 @@ def main() -> None:
         learned, held_out = check(arguments, sherd.world())
     except sherd.ConfigError as error:
         sherd.print(f"gpt: {error}", file=sys.stderr)
-        sherd.barrier()  # no rank ends, and ends the others, before the main one has spoken
+        sherd.barrier()  # or a rank could exit, which ends the others, before rank 0 has printed
         sys.exit(2)
     train(arguments, learned, held_out)
 

@@ -1,10 +1,10 @@
-"""ResNet-18 or ResNet-50 that learns to tell images apart: Fashion-MNIST, handwritten digits, or a folder of yours.
+"""ResNet-18 or ResNet-50 that classifies images: Fashion-MNIST, handwritten digits, or your own folder.
 
     sherd train vision                              # as many ranks as cores, a live display, a report
     sherd train vision --images photos --size 96    # a folder with a folder per class
     python vision.py --model resnet50               # a copy of this file, on one process
 
-Fashion-MNIST is Debian's package dataset-fashion-mnist; without it, the digits that come with scikit-learn are taken.
+Fashion-MNIST is Debian's package dataset-fashion-mnist; without it, the digits that come with scikit-learn are used.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch.utils.data import DataLoader, Dataset, Subset
 import sherd
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")
-TRIED = 20  # images of each class that are read at the start: better than an error later
-LARGE = 64  # pixels from which on a network begins as for photographs, with a quarter of them
+TRIED = 20  # images of each class that are read at the start, to find errors early
+LARGE = 64  # pixels from which the network starts as for photographs, at a quarter of the resolution
 
 
 class Residual(nn.Module):
-    """Convolutions, each given by its width, kernel and stride, beside a short cut."""
+    """Convolutions, each given by its width, kernel and stride, with a shortcut."""
 
     def __init__(self, channels: int, layers: list[tuple[int, int, int]]) -> None:
         super().__init__()
@@ -116,9 +116,9 @@ class Folder(Dataset[tuple[Tensor, int]]):
         file, label = self.files[index]
         try:
             image = self.opener(file).convert("RGB").resize((self.size, self.size))
-        except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for files that are broken
+        except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for broken files
             why = f"--images: {file} cannot be read as an image ({error})"
-            raise sherd.ConfigError(f"{why}; take it out of the folder") from None
+            raise sherd.ConfigError(f"{why}; remove it from the folder") from None
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
         return (pixels.view(self.size, self.size, 3).permute(2, 0, 1) / 255 - 0.5) / 0.5, label
 
@@ -127,7 +127,7 @@ Data = Images | Folder
 
 
 def folder(where: Path, size: int) -> tuple[Folder, Folder]:
-    """Images to learn from, and every tenth of each class to be judged by."""
+    """Training images, and every tenth of each class held out."""
     if not where.is_dir():
         raise sherd.ConfigError(f"--images {where}: there is no such directory; write one that has a folder per class")
     try:
@@ -159,7 +159,7 @@ def fashion(part: str, size: int | None) -> Images:
 
 
 def digits(size: int | None) -> tuple[Images, Images]:
-    """Images of 8 x 8 to learn from, and every fifth to be judged by."""
+    """Training images of 8 x 8, and every fifth held out."""
     try:
         found = importlib.import_module("sklearn.datasets").load_digits()
     except ImportError:
@@ -176,7 +176,7 @@ def digits(size: int | None) -> tuple[Images, Images]:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, loader: DataLoader[Any]) -> float:
-    """The part of the images that is told rightly: each counts once, however they are dealt to the ranks."""
+    """The fraction of images classified correctly: each counts once, however they are dealt to the ranks."""
     model.eval()
     right = torch.cat([(model(x).argmax(dim=1) == y).float() for x, y in loader])
     model.train()
@@ -224,7 +224,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(arguments: argparse.Namespace, world: int) -> tuple[Data, Data]:
-    """Images to learn from and images to be judged by; `ConfigError` for what cannot work on so many ranks."""
+    """Training and held-out images; `ConfigError` for what cannot work on that many ranks."""
     if arguments.strategy is not None:
         sherd.strategies.resolve(arguments.strategy)
     for name in ("width", "steps", "size", "batch", "lr", "every", "judges"):
@@ -244,7 +244,7 @@ def check(arguments: argparse.Namespace, world: int) -> tuple[Data, Data]:
     batch = arguments.batch * world
     if len(learned) < batch:
         raise sherd.ConfigError(
-            f"there are {len(learned)} images to learn from, and a step takes {batch}: write a smaller --batch"
+            f"there are {len(learned)} training images, but a step takes {batch}: write a smaller --batch"
         )
     return learned, held_out
 
@@ -269,9 +269,7 @@ def train(arguments: argparse.Namespace, learned: Data, held_out: Data) -> None:
     judges = DataLoader(Subset(held_out, some), 2 * arguments.batch, num_workers=arguments.workers)
     model, optimizer, loader, judges = sherd.distribute(model, optimizer, loader, judges, strategy=arguments.strategy)
     sherd.print(sherd.describe(model))
-    sherd.print(
-        f"{len(learned):,} images of {learned.size} x {learned.size} to learn from, {len(some):,} to be judged by"
-    )
+    sherd.print(f"{len(learned):,} images of {learned.size} x {learned.size} to train on, {len(some):,} held out")
 
     for step, (x, y) in zip(range(1, arguments.steps + 1), forever(loader), strict=False):
         guesses = model(x)
@@ -293,11 +291,11 @@ def main() -> None:
         learned, held_out = check(arguments, sherd.world())
     except sherd.ConfigError as error:
         sherd.print(f"vision: {error}", file=sys.stderr)
-        sherd.barrier()  # no rank ends, and ends the others, before the main one has spoken
+        sherd.barrier()  # or a rank could exit, which ends the others, before rank 0 has printed
         sys.exit(2)
     try:
         train(arguments, learned, held_out)
-    except sherd.ConfigError as error:  # an image in the middle of the run, found by one rank
+    except sherd.ConfigError as error:  # a broken image that one rank finds during the run
         sys.exit(f"vision: {error}")
 
 

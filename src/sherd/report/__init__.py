@@ -1,6 +1,6 @@
-"""Readers of a run's events that write something for people: an HTML page, a CSV file, TensorBoard's files.
+"""Reports from a run's events: an HTML page, a CSV file, TensorBoard files.
 
-`html` writes the page of one or several runs: `figures` says which plots it has; `curves`, `stacks` and `layers` draw
-them as `panels`, `thinning` keeps them short; `summary` has the words; `page` and its `assets` put all into one file.
+`html` writes the page of one or several runs: `figures` lists its plots; `curves`, `stacks` and `layers` draw them as
+`panels`, `thinning` limits their points; `summary` has the text; `page` and its `assets` put everything into one file.
 `columns` names the numbers of a step for `csv_file` and `tensorboard`.
 """

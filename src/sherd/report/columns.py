@@ -1,4 +1,4 @@
-"""The numbers of a step by name, as files for other programs have them."""
+"""The numbers of a step by name, for files that other programs read."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from sherd.observe.rows import LOSS, StepRow
 
 
 def columns(row: StepRow) -> dict[str, float | int | None]:
-    """All numbers of a step in one level; memory and bytes are those of all ranks together. Figures come last.
+    """All numbers of a step, flat; memory and bytes are summed over ranks. Figures come last.
 
-    `loss` is what the run told, and `root` what its backwards began at, which may be a scaled loss or a part of one. A
-    figure that has the name of one of the others is called `log.<name>`.
+    `loss` is the reported loss, and `root` what the backwards started from, which may be a scaled loss or part of one.
+    A figure with the name of another number is called `log.<name>`.
     """
     named: dict[str, float | int | None] = {
         "step": row.step,
         "time": row.t,
-        "loss": row.told_loss,
+        "loss": row.reported_loss,
         "root": row.root,
         "norm": row.norm,
         "lr": row.lr[0] if row.lr else None,

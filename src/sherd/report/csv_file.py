@@ -1,4 +1,4 @@
-"""Steps of a run as a CSV file, written while they become complete or all at once."""
+"""Steps of a run as a CSV file, written as they become complete or all at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sherd.report.columns import columns
 class CsvWriter:
     """One line per step. A column that appears later, such as a figure logged once per epoch, is empty before.
 
-    The newest step is written with the one after it, or by `close`, as figures may still be added to it.
+    The newest step is written with the next one, or by `close`, because figures may still be added to it.
     """
 
     def __init__(self, file: str | os.PathLike[str]) -> None:
@@ -56,7 +56,7 @@ class CsvWriter:
         if missing := [name for name in values if name not in self._names]:
             self._add_columns(missing)
         csv.writer(self._file).writerow([_cell(values.get(name)) for name in self._names])
-        self._file.flush()  # for those who watch it grow
+        self._file.flush()  # for programs that follow the file
 
     def _add_columns(self, names: list[str]) -> None:
         self._file.close()

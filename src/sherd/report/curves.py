@@ -16,12 +16,12 @@ Value = Callable[[StepRow], float | None]
 
 
 def figures_of_loss(runs: Sequence[Run]) -> list[str]:
-    """Figures that belong beside the loss: those with the word in their name."""
+    """Figures to plot with the loss: those with that word in their name."""
     return [name for name in _figure_names(runs) if "loss" in name.lower()]
 
 
 def loss(runs: Sequence[Run]) -> Panel | None:
-    """The training loss of every run, and every logged figure that is a loss too."""
+    """The training loss of every run, and every logged figure that is also a loss."""
     data = [trace for run in runs for trace in _losses(run, len(runs) == 1)]
     for name in figures_of_loss(runs):
         data += _curves(runs, name, _figure(name), sparse=True, dash="dash", named=True)
@@ -32,17 +32,17 @@ def loss(runs: Sequence[Run]) -> Panel | None:
 
 
 def _losses(run: Run, alone: bool) -> list[dict[str, Any]]:
-    """Those that the run told, if it told any, as `StepTable.losses` has them; else those of its backwards."""
+    """The losses of a run, as `StepTable.losses` gives them: the reported ones if any, else those of its backwards."""
     steps = run.record.steps
-    told, name = steps.tells_loss, steps.loss_name
-    sparse = told and any(row.told_loss is None for row in steps)
-    traces = _curves([run], name, lambda row: row.told_loss if told else row.root, smooth=True, sparse=sparse)
+    told, name = steps.reports_loss, steps.loss_name
+    sparse = told and any(row.reported_loss is None for row in steps)
+    traces = _curves([run], name, lambda row: row.reported_loss if told else row.root, smooth=True, sparse=sparse)
     shown = name if alone else run.label if told else f"{run.label}: {name}"
     return [trace | {"name": shown} for trace in traces]
 
 
 def figures(runs: Sequence[Run]) -> list[Panel]:
-    """One plot for each other figure that `sherd.log` was given."""
+    """One plot for every other figure of `sherd.log`."""
     beside_loss = set(figures_of_loss(runs))
     panels = [
         _panel(name, "", _curves(runs, name, _figure(name), smooth=True, sparse=True), axis(), log=True)
@@ -53,8 +53,8 @@ def figures(runs: Sequence[Run]) -> list[Panel]:
 
 
 def throughput(runs: Sequence[Run]) -> Panel | None:
-    """Tokens per second where every run tells them, else samples."""
-    tokens = tells_tokens(runs)
+    """Tokens per second if every run reports them, else samples."""
+    tokens = reports_tokens(runs)
     unit = "tokens" if tokens else "samples"
     data = _curves(
         runs, f"{unit}/s", lambda row: row.tokens_per_second if tokens else row.samples_per_second, smooth=True
@@ -62,8 +62,8 @@ def throughput(runs: Sequence[Run]) -> Panel | None:
     return _panel(f"{unit.capitalize()} per second", "All ranks together.", data, axis(rangemode="tozero"), log=True)
 
 
-def tells_tokens(runs: Sequence[Run]) -> bool:
-    """Whether every run told its tokens, so that they can be compared by them."""
+def reports_tokens(runs: Sequence[Run]) -> bool:
+    """Whether every run reported tokens, so that runs can be compared by them."""
     return all(any(row.tokens_per_second for row in run.record.steps) for run in runs)
 
 
@@ -81,7 +81,7 @@ def norm(runs: Sequence[Run]) -> Panel | None:
 
 
 def learning_rate(runs: Sequence[Run]) -> Panel | None:
-    """The learning rate of the first group of the optimizer, and of the others where they differ."""
+    """The learning rate of the optimizer's first group, and of the others if they differ."""
     data = _curves(runs, "lr", lambda row: row.lr[0] if row.lr else None)
     groups = max((len(row.lr) for run in runs for row in run.record.steps), default=0)
     for number in range(1, groups):
@@ -105,7 +105,7 @@ def sent(runs: Sequence[Run]) -> Panel | None:
 
 
 def resident(runs: Sequence[Run]) -> Panel | None:
-    """What the processes of each host hold in memory, as the system counts it."""
+    """Resident memory of the processes of each host, as the system counts it."""
     data = []
     for run in runs:
         hosts = dict.fromkeys(name for row in run.record.steps for name in row.host_resident)
@@ -126,7 +126,7 @@ def _curves(
     dash: str = "solid",
     named: bool = False,
 ) -> list[dict[str, Any]]:
-    """A curve for each run that has values. `sparse` ones are not there in every step; `named` ones share the plot."""
+    """A curve for each run that has values. `sparse`: not in every step; `named`: several kinds share the plot."""
     traces = []
     for run in runs:
         rows = [row for row in run.record.steps if value(row) is not None] if sparse else list(run.record.steps)
@@ -175,20 +175,20 @@ def _byte_axis(data: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def usual_range(values: Sequence[float]) -> dict[str, Any]:
-    """An axis from zero to above all but the rarest: a first step that builds everything would flatten the rest."""
+    """An axis from zero to above all but outliers: a slow first step would flatten the rest."""
     if not values:
         return {"rangemode": "tozero"}
     return {"range": [0, usual_top(values)]}
 
 
 def usual_top(values: Sequence[float]) -> float:
-    """A little above all values but the rarest."""
+    """A little above all values but outliers."""
     usual = sorted(values)[min(int(len(values) * 0.98), len(values) - 1)]
     return max(values) * 1.05 if max(values) <= usual * 1.5 else usual * 1.2
 
 
 def finite(value: float | None) -> float | None:
-    """A number that has a place on an axis, to seven digits; None is a gap."""
+    """A number that can be plotted, to seven digits; None is a gap."""
     return float(f"{value:.7g}") if value is not None and math.isfinite(value) else None
 
 

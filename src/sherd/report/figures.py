@@ -1,4 +1,4 @@
-"""Which plots a page has, in the order of its sections. A plot without data is left out, and so is an empty section."""
+"""The plots of a page, in the order of its sections. Plots without data and empty sections are left out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_COLUMNS = 3
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
-    """All plots of these runs. Curves of several runs share a plot; what adds up has one per run, side by side."""
+    """All plots of these runs. Curves of several runs share a plot; stacked quantities have one per run."""
     columns = min(max(len(runs), 2), MOST_COLUMNS) if len(runs) != 4 else 2
     time = _each(runs, stacks.phases_over_time, stacks.phases_by_rank, stacks.waiting)
     memory = _each(runs, stacks.memory_by_host, stacks.memory_by_rank)
@@ -33,7 +33,7 @@ def _widened(panel: Panel) -> Panel:
 
 
 def _filled(section: Section) -> Section:
-    """Without a hole in the last row: a plot that would be alone in it gets all of it."""
+    """Without a gap in the last row: a plot that would be alone in it takes the full width."""
     narrow = [panel for panel in section.panels if not panel.wide]
     if len(narrow) % section.columns != 1 or section.panels[-1].wide:
         return section
@@ -45,12 +45,12 @@ def _there(panels: Sequence[Panel | None]) -> list[Panel]:
 
 
 def _each(runs: Sequence[Run], *makers: Callable[[Run], Panel | None]) -> list[Panel]:
-    """One plot after the other, each of them for all runs."""
+    """Plot by plot, each for all runs."""
     return [panel for make in makers for panel in _comparable(_there([make(run) for run in runs]))]
 
 
 def _comparable(panels: list[Panel]) -> list[Panel]:
-    """The same plot of several runs, with the same scale: what is twice as long is twice as much."""
+    """The same plot of several runs on the same scale, so that lengths can be compared."""
     tops = [panel.top for panel in panels if panel.top]
     if len(tops) < 2:
         return panels

@@ -1,4 +1,4 @@
-"""`sherd report`: runs into one HTML file."""
+"""`sherd report`: runs in one HTML file."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def report(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[st
     plotly = _plotly()
     folders = [Path(path) for path in paths]
     if not folders:
-        raise ConfigError("no run was named; write the directory of its events")
+        raise ConfigError("no run was given; write the directory of its events")
     for number, folder in enumerate(folders):
         if folder.resolve() in [before.resolve() for before in folders[:number]]:
-            raise ConfigError(f"the run {folder} is named twice; name each run once")
+            raise ConfigError(f"the run {folder} is given twice; write each run once")
     records = [load(folder) for folder in folders]
     if output is None:
         first = folders[0] if folders[0].is_dir() else folders[0].parent
@@ -41,7 +41,7 @@ def write(records: Sequence[RunRecord], names: Sequence[str], output: Path, plot
     text = page(runs, sections(runs), plotly or _plotly())
     if output.is_dir():
         raise ConfigError(f"cannot write {output}: it is a directory; name a file, such as {output / NAME}")
-    # Written beside it and moved, so that nobody opens half a page.
+    # Written to another file and moved, so that nobody opens half a page.
     part = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def write(records: Sequence[RunRecord], names: Sequence[str], output: Path, plot
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
-    """Each folder's name, with as many of its parents as it takes to tell them apart."""
+    """Each folder's name, with as many parents as needed to make them unique."""
     parts = [folder.resolve().parts for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-depth:]) for each in parts]

@@ -1,4 +1,4 @@
-"""Layers over time, for runs that were asked to tell of them: a row per layer, strong where the number is large."""
+"""Layers over time, for runs that recorded them: a row per layer, darker where the number is larger."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from sherd.observe.rows import LayerFigures
 from sherd.report.panels import Panel, Run, axis
 
 COLUMNS = 400
-SCALE = [[0, "rgba(61,116,214,0.05)"], [1, "rgba(61,116,214,1)"]]  # the least is hardly there, in light and dark
+SCALE = [
+    [0, "rgba(61,116,214,0.05)"],
+    [1, "rgba(61,116,214,1)"],
+]  # the smallest is barely visible, in light and dark themes
 
 
 def norms(run: Run) -> Panel | None:
@@ -18,7 +21,7 @@ def norms(run: Run) -> Panel | None:
 
 
 def update_ratios(run: Run) -> Panel | None:
-    """How large updates are beside the values they change."""
+    """How large updates are relative to the values they change."""
     return _heat("Update by layer, over the length of its values", run, lambda layer: layer.update_ratio)
 
 

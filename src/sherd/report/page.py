@@ -1,4 +1,4 @@
-"""One HTML file with everything in it: the style, the script of the page, plotly's own, and the data."""
+"""One HTML file with everything in it: style, scripts (the page's and plotly's) and data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from sherd.observe.messages import Message, TextSample
-from sherd.report.curves import tells_tokens
+from sherd.report.curves import reports_tokens
 from sherd.report.panels import Panel, Run, Section
 from sherd.report.summary import details, key_figures, state, subtitle
 from sherd.report.wording import UNKNOWN, counted, of_ranks
@@ -18,7 +18,7 @@ TEXTS_OF_A_RUN = 12
 
 
 def page(runs: Sequence[Run], sections: Sequence[Section], plotly: str) -> str:
-    """The text of the file. `plotly` is its script."""
+    """The text of the file. `plotly` is plotly's script."""
     panels = [panel for section in sections for panel in section.panels]
     numbers = {id(panel): number for number, panel in enumerate(panels)}
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs side by side"
@@ -42,7 +42,7 @@ def page(runs: Sequence[Run], sections: Sequence[Section], plotly: str) -> str:
     )
 
 
-# The policy lets the page run what is in it and fetch nothing, whatever a script would like.
+# The policy lets the page run its own scripts and fetch nothing.
 _FRAME = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -82,13 +82,13 @@ def _header(title: str, runs: Sequence[Run]) -> str:
 
 
 def _tiles(run: Run) -> str:
-    told = key_figures(run.record, tells_tokens([run]))
+    told = key_figures(run.record, reports_tokens([run]))
     tiles = [f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in told.items()]
     return f'<dl class="tiles">{"".join(tiles)}</dl>'
 
 
 def _comparison(runs: Sequence[Run]) -> str:
-    figures = [key_figures(run.record, tells_tokens(runs)) for run in runs]
+    figures = [key_figures(run.record, reports_tokens(runs)) for run in runs]
     names = list(dict.fromkeys(name for told in figures for name in told))
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     lines = []
@@ -140,7 +140,7 @@ def _messages(runs: Sequence[Run]) -> str:
 
 
 def _grouped(messages: Sequence[Message]) -> list[tuple[Message, list[int]]]:
-    """The same words of several ranks, or said again, once."""
+    """Messages without repetitions, by several ranks or over time."""
     found: dict[tuple[str, str], tuple[Message, list[int]]] = {}
     for message in messages:
         found.setdefault((message.kind, message.text), (message, []))[1].append(message.rank)
@@ -181,7 +181,7 @@ def _plot(panel: Panel) -> dict[str, Any]:
 
 
 def _json(value: Any) -> str:
-    # A text with "</script>" in it must not end the element it is in.
+    # A text that contains "</script>" must not end its element.
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

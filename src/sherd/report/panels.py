@@ -1,4 +1,4 @@
-"""A panel is one plot of the page: what plotly draws, with the words around it. Colours of runs, phases and kinds."""
+"""A panel is one plot of the page: plotly's data, with its title and note. Colours of runs, phases and kinds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SPARE = ("#8fb8ea", "#e0674c", "#a9adb5", "#8c8a2f", "#c7a17a", "#7aa6a1")
 
 @dataclass(frozen=True)
 class Run:
-    """One run on the page: its record, what it is called there and its colour."""
+    """One run on the page: its record, label and colour."""
 
     record: RunRecord
     label: str
@@ -40,7 +40,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot. `wide` takes the whole width; `log` offers a logarithmic axis, `timed` the time as the other axis."""
+    """One plot. `wide`: full width; `log`: offers a logarithmic axis; `timed`: offers time as the x axis."""
 
     title: str
     note: str
@@ -50,15 +50,15 @@ class Panel:
     wide: bool = False
     log: bool = False
     timed: bool = False
-    run: Run | None = None  # of one run, where several are compared
-    numbers: str = "yaxis"  # the axis that has the numbers
-    top: float | None = None  # where that axis should end, so that plots side by side can have the same one
+    run: Run | None = None  # if it shows one of several runs
+    numbers: str = "yaxis"  # the axis with the numbers
+    top: float | None = None  # the end of that axis, so that plots side by side can share it
     in_bytes: bool = False
 
 
 @dataclass(frozen=True)
 class Section:
-    """Panels under one heading, in so many columns."""
+    """Panels under one heading, in a number of columns."""
 
     title: str
     panels: list[Panel]
@@ -83,13 +83,13 @@ def byte_ticks(largest: float) -> dict[str, Any]:
 
 
 def colours_of(names: Iterable[str], known: dict[str, str]) -> dict[str, str]:
-    """A colour for each name: its own if it has one, else the next spare."""
+    """A colour for each name: its own if it has one, else the next spare one."""
     listed = list(names)
     spare = [name for name in listed if name not in known]
     return {name: known[name] if name in known else SPARE[spare.index(name) % len(SPARE)] for name in listed}
 
 
 def runs_of(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Run]:
-    """Every record with its label and its colour."""
+    """Every record with a label and a colour."""
     pairs = zip(records, labels, strict=True)
     return [Run(record, label, RUNS[number % len(RUNS)]) for number, (record, label) in enumerate(pairs)]

@@ -1,4 +1,4 @@
-"""What belongs to one run and adds up: time by phase, memory by kind, and who waits for whom. One plot per run."""
+"""Stacked plots, one per run: time by phase, memory by kind, and which ranks wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sherd.report.panels import KIND_COLOURS, PHASE_COLOURS, Panel, Run, axis, b
 from sherd.report.thinning import thinned
 from sherd.report.wording import of_bytes, of_seconds
 
-LYING_UP_TO = 16  # bars that are laid out as lines with their name in front; more of them stand
+LYING_UP_TO = 16  # horizontal bars, with their names in front; more of them are vertical
 
 
 def phases_over_time(run: Run) -> Panel | None:
@@ -20,7 +20,7 @@ def phases_over_time(run: Run) -> Panel | None:
     rows = [row for row in run.record.steps if row.seconds]
     if not rows:
         return None
-    # One choice of steps for all phases: those where the whole step was shortest or longest.
+    # The same steps for all phases: those where the whole step was shortest or longest.
     kept = thinned([sum(row.seconds.values()) for row in rows])
     begin = run.record.start_time or rows[0].t
     data = [
@@ -57,7 +57,7 @@ def phases_by_rank(run: Run) -> Panel | None:
             for phase in phases:
                 there[phase].append(seconds.get(phase, 0.0))
     bars = {f"rank {rank}": {phase: _mean(values) for phase, values in spent[rank].items()} for rank in sorted(spent)}
-    note = "Mean over steps. Communication is what its other work does not hide, waiting for other ranks included."
+    note = "Mean over steps. Communication is the part not hidden behind other work, including waiting for other ranks."
     return _bars("By rank", note, run, bars, phases, "s", of_seconds)
 
 
@@ -138,7 +138,7 @@ def _bars(
     largest = max(sum(parts.values()) for parts in bars.values())
     ticks = byte_ticks(largest) if unit == "B" else {"tickformat": ".3~s", "ticksuffix": unit}
     numbers = axis(rangemode="tozero", **ticks)
-    # As wide as its text: a single bar would otherwise be as high as the whole plot.
+    # As wide as its text: a single bar would otherwise fill the whole plot.
     gap = max(0.28, 1 - 0.24 * len(bars)) if len(bars) < 3 else 0.28
     owner_axis = axis(autorange="reversed" if lying else True, type="category", showgrid=False)
     layout = {

@@ -1,4 +1,4 @@
-"""What a run comes down to: its key figures, and what it was started with."""
+"""A run in text: its key figures, and what it was started with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sherd.report.wording import (
 
 
 def state(record: RunRecord) -> tuple[str, str]:
-    """How the run stands, as a word for people and one for the style of the page."""
+    """The state of the run, as a word for people and one for the page's style."""
     if record.ok is False or (record.ok is None and any(each.kind in FAILURES for each in record.messages)):
         return "failed", "bad"
     return ("finished", "good") if record.ok else ("no end recorded", "open")
@@ -31,7 +31,7 @@ FAILURES = ("error", "comm.lost", "comm.diverged")
 
 
 def subtitle(record: RunRecord) -> str:
-    """One line: strategy, ranks, size of the model."""
+    """One line: strategy, ranks, model size."""
     start = record.start or {}
     parts = [str(start.get("strategy") or "unknown strategy"), counted(record.world, "rank")]
     if len(record.hosts) > 1:
@@ -42,7 +42,7 @@ def subtitle(record: RunRecord) -> str:
 
 
 def key_figures(record: RunRecord, tokens: bool) -> dict[str, str]:
-    """The numbers that people compare runs by. The rate is in tokens, or in samples."""
+    """The numbers to compare runs by. The rate is in tokens or samples."""
     rows = list(record.steps)
     _, losses = record.steps.losses()
     _, durations = record.steps.column("duration")
@@ -91,7 +91,7 @@ def details(record: RunRecord) -> dict[str, str]:
     }
     absent = set(range(record.world)) - set(record.starts) if record.starts else set()
     if absent:
-        told["Not heard of"] = f"ranks {of_ranks(absent)} left no events in this directory"
+        told["No events"] = f"ranks {of_ranks(absent)} left no events in this directory"
     return {name: text for name, text in told.items() if text}
 
 

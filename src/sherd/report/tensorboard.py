@@ -17,7 +17,7 @@ NOT_DRAWN = ("step", "time", "samples", "tokens")
 class TensorBoardWriter:
     """Writes steps and texts into a directory for `tensorboard --logdir`.
 
-    The newest step is written with the one after it, or by `close`, as figures may still be added to it.
+    The newest step is written with the next one, or by `close`, because figures may still be added to it.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -31,7 +31,7 @@ class TensorBoardWriter:
 
     def write_text(self, sample: TextSample) -> None:
         """Take a text that the run produced."""
-        # Four spaces: TensorBoard reads Markdown, and generated text is none.
+        # Four spaces: TensorBoard renders Markdown, and generated text is not Markdown.
         text = "\n".join(f"    {line}" for line in sample.text.splitlines())
         self._writer.add_text(sample.title or "sample", text, sample.step, walltime=sample.t)
 
@@ -52,7 +52,7 @@ class TensorBoardWriter:
             return
         for name, value in columns(row).items():
             if value is not None and name not in NOT_DRAWN:
-                # A slash makes a section of TensorBoard's page: all phases under "seconds", all kinds under "memory".
+                # A slash makes a section in TensorBoard: all phases under "seconds", all kinds under "memory".
                 self._writer.add_scalar(name.replace(".", "/", 1), value, row.step, walltime=row.t)
 
 

@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 
 LIMIT = 2000
-"""Points of a curve: more than a screen has columns, few enough to move smoothly."""
+"""Points of a curve: more than a screen has columns, few enough to pan smoothly."""
 
 
 def thinned(values: Sequence[float | None], limit: int = LIMIT) -> list[int]:
-    """Which points to draw, at most `limit`, in order: the first, the last, and of each bin the least and the greatest.
+    """The points to draw, at most `limit`, in order: the first, the last, and the smallest and largest of each bin.
 
-    Values that are not finite have no place on an axis. A bin with no others keeps its first, so that a gap stays one.
+    Non-finite values cannot be drawn. A bin that has no others keeps its first, so that a gap stays a gap.
     """
     count = len(values)
     if count <= limit:

@@ -1,4 +1,4 @@
-"""What a strategy is."""
+"""The base class of strategies."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy(Options, ABC):
-    """How ranks share the work: its frozen options, and nothing that changes while it runs.
+    """How ranks share the work: frozen options, and no state that changes during training.
 
     The contract: a strategy only *chooses* (where parameters live, who owns a slice, when ranks exchange); the engine
-    acts on the choice without ever asking which strategy made it. Abstract: a subclass is a frozen dataclass whose
-    fields are its options, all with defaults, registered under a name:
+    acts on the choices without asking which strategy made them. Abstract: a subclass is a frozen dataclass whose fields
+    are its options, all with defaults, registered under a name:
 
         @register("example")
         @dataclass(frozen=True, kw_only=True)
@@ -34,13 +34,13 @@ class Strategy(Options, ABC):
     """
 
     name: ClassVar[str]
-    """What a user writes to get it, and what events and checkpoints record. `register` sets it."""
+    """What users write, and what events and checkpoints record. `register` sets it."""
 
     def __new__(cls, *args: object, **options: object) -> Self:
         if cls is Strategy:
-            raise ConfigError("Strategy is abstract; build one of its kinds, or name one: sherd.strategies.names()")
+            raise ConfigError("Strategy is abstract; build a subclass, or write a name from sherd.strategies.names()")
         return super().__new__(cls, *args, **options)
 
     @abstractmethod
     def choose(self, comm: Communicator, device: torch.device) -> Choices:
-        """What the engine is to do among these ranks, for a model on `device`."""
+        """The choices for these ranks and a model on `device`."""

@@ -1,4 +1,4 @@
-"""Synchronous data parallelism: every rank has everything."""
+"""Synchronous data parallelism: everything is replicated on every rank."""
 
 from __future__ import annotations
 

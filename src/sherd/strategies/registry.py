@@ -1,4 +1,4 @@
-"""Names of strategies: a strategy is added by one file that registers itself, and nothing else asks which it is."""
+"""Names of strategies: a new strategy is one file that registers itself, and nothing else asks which strategy it is."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ VARIABLE, DEFAULT = "SHERD_STRATEGY", "zero2"
 
 log = logging.getLogger("sherd")
 
-_overruled: set[str] = set()  # values of the variable that a warning was about
+_overruled: set[str] = set()  # values of the variable that were already warned about
 _BUILDERS: dict[str, Callable[[], Strategy]] = {}
 _ELSEWHERE: dict[str, list[str]] = {}
-"""What other libraries call a strategy, as `_bare` words; one of their words may stand for several of ours."""
+"""Other libraries' names for strategies, as `_bare` words; one of them may stand for several of ours."""
 
 
 def register(name: str, elsewhere: Iterable[str] = ()) -> Callable[[Builder], Builder]:
-    """Decorate a `Strategy` class, or a function that builds one, so that its users can write `name`.
+    """Decorate a `Strategy` class, or a function that builds one, so that users can write `name`.
 
-    A function gives a class a second name with other defaults. A class without a `name` of its own gets this one.
-    `elsewhere` has words of other libraries for it: who writes one is told the name, since defaults may differ.
+    A function gives a class a second name with other defaults. A class that has no `name` yet gets this one.
+    `elsewhere` lists other libraries' names for it: an error then tells users our name, since defaults may differ.
     """
 
     def add(builder: Builder) -> Builder:
         if not name:
             raise ConfigError(f"a strategy needs a name; found {name!r} for {builder!r}")
         if name in _BUILDERS:
-            raise ConfigError(f"the strategy {name!r} is {_BUILDERS[name]!r} already; register {builder!r} by another")
+            raise ConfigError(f"the strategy {name!r} is already {_BUILDERS[name]!r}; give {builder!r} another name")
         if isinstance(builder, type) and "name" not in vars(builder):
             builder.name = name  # type: ignore[attr-defined]
         _BUILDERS[name] = builder
@@ -45,7 +45,7 @@ def register(name: str, elsewhere: Iterable[str] = ()) -> Callable[[Builder], Bu
 
 
 def resolve(spec: str | Strategy) -> Strategy:
-    """The strategy that a user meant: a name builds it with its defaults, an object is taken as it is."""
+    """The strategy for a name, built with its defaults, or for an object, which is used as it is."""
     if isinstance(spec, Strategy):
         return spec
     if isinstance(spec, str):
@@ -54,16 +54,16 @@ def resolve(spec: str | Strategy) -> Strategy:
 
 
 def chosen(spec: str | Strategy | None, *, speak: bool) -> Strategy:
-    """What a user named, else the default; with a warning, if we are to speak, where SHERD_STRATEGY names another."""
+    """The strategy that the user named, else the default. With `speak`, warns if SHERD_STRATEGY names another one."""
     if spec is None:
         return default()
     found, wanted = resolve(spec), os.environ.get(VARIABLE)
-    name = getattr(found, "name", type(found).__name__)  # one that was never registered has none
+    name = getattr(found, "name", type(found).__name__)  # one that is not registered has none
     if speak and wanted and wanted != name and wanted not in _overruled:
         _overruled.add(wanted)
         log.warning(
             "%s=%s (or sherd run --strategy) has no effect here: distribute names %s; leave strategy= out to choose it "
-            "outside of the script",
+            "from outside the script",
             VARIABLE,
             wanted,
             name,
@@ -72,10 +72,10 @@ def chosen(spec: str | Strategy | None, *, speak: bool) -> Strategy:
 
 
 def default() -> Strategy:
-    """For a user who named none: what SHERD_STRATEGY names (`sherd run --strategy` sets it), else zero2."""
+    """The one that SHERD_STRATEGY names (`sherd run --strategy` sets it), else zero2."""
     name = os.environ.get(VARIABLE) or DEFAULT
     if name not in _BUILDERS:
-        raise ConfigError(f"{VARIABLE}={name!r} names no strategy; {nearest(name, _BUILDERS)}")
+        raise ConfigError(f"{VARIABLE}={name!r} is not a strategy; {nearest(name, _BUILDERS)}")
     return resolve(name)
 
 
@@ -92,7 +92,7 @@ def _named(name: str) -> Strategy:
 
 
 def _meant(name: str) -> str:
-    """Which strategies an unknown name may stand for."""
+    """Which strategies an unknown name may mean."""
     if not _BUILDERS:
         return "none is registered"
     spelled = [ours for ours in _BUILDERS if _bare(ours) == _bare(name)]
@@ -108,7 +108,7 @@ def _meant(name: str) -> str:
 
 
 def _bare(name: str) -> str:
-    """A name without what people spell in different ways: case, hyphens, blanks."""
+    """A name without case, hyphens and blanks, which people write in different ways."""
     return "".join(filter(str.isalnum, name.lower()))
 
 

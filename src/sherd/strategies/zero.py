@@ -15,23 +15,23 @@ from sherd.strategies.registry import register
 
 @dataclass(frozen=True, kw_only=True)
 class ZeRO(Strategy):
-    """Every rank updates the slices that it owns, with its part of the optimizer's state.
+    """Every rank updates the slices that it owns, with its part of the optimizer state.
 
-    On one host the parameters live once, in memory that its ranks share, at every stage: updates need no messages.
+    On one host its ranks share one copy of the parameters at every stage: updates need no communication.
     """
 
     stage: int = 2
     """1: optimizer state is sharded; 2: gradients too; 3: parameters too."""
 
     shard_over: str | int = "world"
-    """Over how many ranks parameters are sharded: "world", "host", or so many consecutive ranks. Each group of as many
-    has a copy: sharded inside, replicated across. At stage 3 they are then gathered inside the group; at stages 1 and 2
-    they are updated between groups first, then inside. Gradients and optimizer state are sharded over all ranks in any
-    case: that takes less memory than replicating them, and not a byte more on the way."""
+    """Over how many ranks parameters are sharded: "world", "host", or a number of consecutive ranks. Each group of that
+    size has one copy: sharded inside, replicated across. At stage 3 parameters are gathered inside the group; at stages
+    1 and 2 updates are exchanged between groups first, then inside. Gradients and optimizer state are always sharded
+    over all ranks: that takes less memory than replicating them, and no more traffic."""
 
     share_host_memory: bool = True
     """Keep one copy of the parameters per host, where ranks can share memory. False: every rank has its own copy, and
-    updated slices are gathered; at stage 3 every rank has its slices, and gathers parameters while they are used."""
+    updated slices are gathered; at stage 3 every rank keeps its slices and gathers parameters while they are used."""
 
     def validate(self) -> None:
         if self.stage not in (1, 2, 3):
@@ -43,14 +43,14 @@ class ZeRO(Strategy):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """What a user writes to get this stage."""
+        """What users write for this stage."""
         return f"zero{self.stage}"
 
     def choose(self, comm: Communicator, device: torch.device) -> Choices:
         size = self._group_size(comm)
         home = self._home(comm, device, size)
         if home is Parameters.HOST:
-            size = comm.world  # the copy of a host is its ranks' own: no groups to make
+            size = comm.world  # a host has one copy anyway: no groups needed
         return Choices(
             home,
             Gradients.WHOLE if self.stage == 1 else Gradients.SLICES,
@@ -70,7 +70,7 @@ class ZeRO(Strategy):
     def _group_size(self, comm: Communicator) -> int:
         size = {"world": comm.world, "host": comm.ranks_per_host}.get(str(self.shard_over), self.shard_over)
         if size is None:
-            refuse(self, "shard_over", "possible: the hosts do not have as many consecutive ranks each", "a number")
+            refuse(self, "shard_over", "possible: the hosts do not all have as many consecutive ranks", "a number")
         assert isinstance(size, int), "validate() has seen it"
         if comm.world % size:
             refuse(self, "shard_over", f"a number that divides the {comm.world} ranks", 'shard_over="world"')

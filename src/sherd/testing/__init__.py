@@ -11,13 +11,13 @@
     def test_total():
         assert run_ranks(total, 4) == [6.0] * 4    # one result per rank, in rank order
 
-- `run_ranks` starts new processes for one call, in some 50 ms; `RankPool` keeps them for many calls of some 5 ms each
-  (a session-scoped fixture is a good owner; idle ranks cost nothing but their memory).
+- `run_ranks` starts new processes for one call, in about 50 ms; `RankPool` keeps them for many calls of about 5 ms each
+  (a session-scoped fixture is a good place for it; idle ranks cost only memory).
 - Ranks find RANK, WORLD_SIZE, MASTER_PORT and the rest in their environment, as under torchrun.
 - A failing rank raises `sherd.errors.RankFailed` with every failing rank's traceback. Ranks that do not finish raise
   `RanksTimedOut`, a `RankFailed` with every rank's Python stack.
-- `Hosts` puts them on several hosts, played by network namespaces, with cables that can be cut, slowed and read.
-- A test that kills ranks on purpose names them in `expected_exits` and finds `Died` in their place.
+- `Hosts` puts them on several hosts, simulated by network namespaces, with links that can be cut, slowed and measured.
+- A test that kills ranks on purpose lists them in `expected_exits` and gets `Died` as their results.
 
 A *run* is one function on every rank. Ranks are forked by multiprocessing's *fork server*, which has imported torch.
 """

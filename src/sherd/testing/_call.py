@@ -1,4 +1,4 @@
-"""What cannot be sent to the ranks of a test is refused before anything is started."""
+"""Pickling the call for the ranks of a test; what cannot be sent is refused before anything is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ranks forked by multiprocessing's fork server, which has imported torch and sherd: they start in milliseconds."""
+"""Ranks forked by multiprocessing's fork server, which has already imported torch and sherd: they start in
+milliseconds."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def start_with(
 
 
 class _Forked(ForkServerProcess):
-    """A process whose exit code no other thread can take away: starting one asks for those of all that there are, and
-    who asks second finds none."""
+    """A process whose exit code no other thread can take: starting a process polls all others, and an exit code can be
+    fetched only once."""
 
     def start(self) -> None:
         with _asking:
@@ -47,7 +48,7 @@ class _Forked(ForkServerProcess):
 
 
 def _main(rank: int, control: socket.socket, prepare: Callable[..., None] | None, args: tuple[Any, ...]) -> None:
-    gc.freeze()  # what the server imported stays: looking through it took 6% of the time of ranks in parity tests
+    gc.freeze()  # what the server imported stays: collecting it took 6% of the time of ranks in parity tests
     parent = multiprocessing.parent_process()
     assert parent is not None, "it is always started by multiprocessing"
     if prepare is not None:
@@ -59,6 +60,6 @@ def _set_up_server() -> None:
     """The server only imports: an operation would start threads, and a fork loses them."""
     modules = ["torch", "torch.distributed", "sherd.api", "sherd.testing._fork"]
     if "pytest" in sys.modules:
-        modules.append("pytest")  # every rank imports the caller's main module and fn's: under pytest, both need it
-    # Only the first rank's matters: later the server is running already.
+        modules.append("pytest")  # every rank imports the modules of the caller and of fn, which need it under pytest
+    # Only the first call matters: afterwards the server is already running.
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)

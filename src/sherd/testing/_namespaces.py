@@ -1,4 +1,4 @@
-"""Network namespaces without names: the kernel removes one when the last process in it is gone, however that ended."""
+"""Unnamed network namespaces: the kernel removes one when its last process ends, in whatever way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLONE_NEWNET = 0x40000000
 
 
 class Namespace:
-    """A new network namespace, kept by a thread of this process that is in it."""
+    """A new network namespace, kept alive by a thread of this process."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -34,14 +34,14 @@ class Namespace:
 
     @property
     def task(self) -> int:
-        """The number by which the kernel knows the thread, and `ip` the namespace."""
+        """The kernel's id of the thread, by which `ip` finds the namespace."""
         number = self._thread.native_id
         assert number is not None, "it was started"
         return number
 
     @property
     def path(self) -> str:
-        """A file by which any process of this machine can enter."""
+        """The file through which any process of this machine can enter."""
         return f"/proc/{os.getpid()}/task/{self.task}/ns/net"
 
     def run(self, job: Callable[[], T]) -> T:
@@ -64,7 +64,7 @@ def enter(path: str) -> None:
 
 
 def rename_this_machine(name: str) -> None:
-    """Give the calling process a host name of its own."""
+    """Give the calling process its own host name."""
     _system_call("unshare", CLONE_NEWUTS)
     data = name.encode()
     _system_call("sethostname", data, len(data))
@@ -92,13 +92,13 @@ def run(*command: str) -> str:
 
 
 def _on(start: Callable[[Callable[[], None]], Any], job: Callable[[], T]) -> T:
-    """Have a job done by another thread; its result or its error."""
+    """Run a job in another thread; its result or its error."""
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def answer() -> None:
         try:
             answers.put((job(), None))
-        except BaseException as error:  # it belongs to the one who asked
+        except BaseException as error:  # raised in the calling thread
             answers.put((None, error))
 
     start(answer)

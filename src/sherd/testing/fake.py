@@ -1,4 +1,4 @@
-"""Large worlds without machines: one rank of a world whose other ranks do not exist."""
+"""Large worlds without machines: one rank of a world in which the other ranks do not exist."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from sherd.config import CommOptions
 
 
 class FakeCommunicator(Communicator):
-    """Rank `rank` of `world`, where all others say what this one says.
+    """Rank `rank` of `world`, where all others contribute what this one does.
 
-    For shapes, order, memory and set-up time at any size, never for values. Meta tensors will do, so that a model need
-    not fit anywhere.
+    For shapes, order, memory and set-up time at any size, never for values. Meta tensors work, so a model need not fit
+    into memory.
     """
 
     transport = "fake"

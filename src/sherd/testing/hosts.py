@@ -1,11 +1,11 @@
-"""Several hosts on one machine: network namespaces on a bridge, with a cable each that can be cut, slowed and read.
+"""Several hosts on one machine: network namespaces on a bridge, each with a link that can be cut, slowed and measured.
 
     with Hosts(2, ranks_per_host=2, rate="1gbit") as hosts:
         results = hosts.run(fn)                  # on ranks 0 and 1 of host0, 2 and 3 of host1
         hosts[1].sent()                          # bytes that left host1 so far
 
-Ranks on different hosts reach each other over their cables only, and each host has a name of its own. It needs root;
-where that is missing, `Unsupported` says so. Nothing has a name outside, so nothing is left behind, even by `kill -9`.
+Ranks on different hosts reach each other only over their links, and each host has its own name. It needs root, or
+raises `Unsupported`. Nothing has a name outside, so nothing is left behind, even after `kill -9`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from torch.distributed import TCPStore
 from sherd.errors import ConfigError
 from sherd.ranks.process import Process
 from sherd.testing import _fork, _namespaces
+from sherd.testing._location import Location
 from sherd.testing._namespaces import Namespace
-from sherd.testing._place import Place
 from sherd.testing.pool import RankPool
 
 NETWORK = "10.0.0"
-CABLE = "eth0"  # what each host calls its end
+CABLE = "eth0"  # the name of its end on each host
 
 
 @dataclass(frozen=True)
 class Host:
-    """One host, for its ranks as well as for their caller: it pickles."""
+    """One host, for its ranks as well as for their caller: it can be pickled."""
 
     number: int
     namespace: str
@@ -51,26 +51,26 @@ class Host:
         return f"{NETWORK}.{self.number + 2}"
 
     def link_down(self) -> None:
-        """Cut the cable. Nobody is told: packets are lost."""
+        """Cut the link. Nobody is notified: packets are lost."""
         _namespaces.run_inside(self.bridge, "ip", "link", "set", self.name, "down")
 
     def link_up(self) -> None:
         _namespaces.run_inside(self.bridge, "ip", "link", "set", self.name, "up")
 
     def pause(self) -> None:
-        """Stop all of its processes, which keep their connections."""
+        """Stop all of its processes; they keep their connections."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
     def slow_down(self, rate: str) -> None:
-        """Let no more than `rate` (such as "10mbit") leave it."""
+        """Limit what it sends to `rate`, such as "10mbit"."""
         shape = ("rate", rate, "burst", "256kb", "latency", "50ms")
         _namespaces.run_inside(self.namespace, "tc", "qdisc", "replace", "dev", CABLE, "root", "tbf", *shape)
 
     def sent(self) -> int:
-        """Bytes that it has sent over its cable, headers and acknowledgements included."""
+        """Bytes that it has sent over its link, headers and acknowledgements included."""
         return self._bytes("tx")
 
     def received(self) -> int:
@@ -90,9 +90,9 @@ class Host:
 
 
 class Hosts(RankPool):
-    """`count` hosts of `ranks_per_host` ranks each: a `RankPool` whose ranks have only cables between their hosts.
+    """`count` hosts with `ranks_per_host` ranks each: a `RankPool` whose hosts are connected only by links.
 
-    `rate` is the most that each may send, such as "1gbit".
+    `rate` limits what each host sends, such as "1gbit".
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Hosts(RankPool):
         if not 1 <= count <= 200:
             raise ConfigError(f"count must be a number of hosts from 1 to 200, got {count!r}")
         self._network = _Network(count, ranks_per_host, rate)
-        super().__init__(count * ranks_per_host, timeout=timeout, grace=grace, place=self._network)
+        super().__init__(count * ranks_per_host, timeout=timeout, grace=grace, location=self._network)
 
     def __getitem__(self, number: int) -> Host:
         return self._network.hosts[number]
@@ -119,7 +119,7 @@ class Hosts(RankPool):
             self._network.close()
 
 
-class _Network(Place):
+class _Network(Location):
     """The namespaces of a bridge and of the hosts on it."""
 
     def __init__(self, count: int, ranks_per_host: int, rate: str | None) -> None:
@@ -155,7 +155,7 @@ class _Network(Place):
 
     @contextlib.contextmanager
     def rendezvous(self) -> Iterator[tuple[int, dict[str, str]]]:
-        """A store on the bridge itself: no host can take it down, and one whose cable is cut loses it."""
+        """A store on the bridge itself: no host can take it down, and a host whose link is cut loses it."""
         address = f"{NETWORK}.1"
 
         def start() -> tuple[int, TCPStore]:
@@ -175,7 +175,7 @@ class _Network(Place):
 
 
 def _on_host(fn: Callable[..., Any], ranks_per_host: int, *args: Any) -> Any:
-    """On a rank: what torchrun would say of its place, then the function."""
+    """On a rank: set torchrun's variables for its host, then call the function."""
     host, local = divmod(int(os.environ["RANK"]), ranks_per_host)
     hosts = int(os.environ["WORLD_SIZE"]) // ranks_per_host
     os.environ.update(
@@ -200,7 +200,7 @@ def _set_up_bridge() -> None:
 
 
 def _plug_in(host: Host, task: int) -> None:
-    """On the bridge: a cable, of which one end belongs to the host."""
+    """On the bridge: a link, with one end on the host."""
     peer = ("peer", "name", CABLE, "netns", str(task))
     _namespaces.run("ip", "link", "add", host.name, "type", "veth", *peer)
     _namespaces.run("ip", "link", "set", host.name, "master", "bridge")
@@ -214,7 +214,7 @@ def _set_up_host(host: Host) -> None:
 
 
 def _bring_up(device: str) -> None:
-    # Without addresses of IPv6, which would announce themselves: what is counted is what ranks send.
+    # Without IPv6 addresses, which would announce themselves: only what ranks send should be counted.
     if device != "lo":
         _namespaces.run("ip", "link", "set", device, "addrgenmode", "none")
     _namespaces.run("ip", "link", "set", device, "up")

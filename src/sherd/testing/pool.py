@@ -14,7 +14,7 @@ from sherd.ranks import call
 from sherd.ranks.team import Team
 from sherd.ranks.watch import Died
 from sherd.testing import _call
-from sherd.testing._place import Place
+from sherd.testing._location import Location
 
 T = TypeVar("T")
 
@@ -25,16 +25,16 @@ class RankPool:
     """`world_size` ranks that run one function after another.
 
     They start with the first `run` and sleep between runs, at no cost. Every run has a rendezvous, an environment, a
-    working directory, a sys.path and a torch seed of its own; whatever else a function changes in its process stays
-    changed for the next one (use `run_ranks` where that matters). When a run fails, its ranks are ended and the next
-    run starts new ones. Not for use by two threads at a time.
+    working directory, a sys.path and a torch seed of its own; other changes that a function makes to its process remain
+    for the next one (use `run_ranks` where that matters). When a run fails, its ranks are ended and the next run starts
+    new ones. Not thread-safe.
 
-    `timeout` bounds a run, in seconds. After the first failure the other ranks have `grace` seconds to fail too.
-    `place` is where they are: this machine, or what plays others (see `Hosts`).
+    `timeout` bounds a run, in seconds. After the first failure the other ranks have `grace` seconds to fail as well.
+    `location` is where they run: this machine, or simulated hosts (see `Hosts`).
     """
 
     def __init__(
-        self, world_size: int, *, timeout: float = 60.0, grace: float = 2.0, place: Place | None = None
+        self, world_size: int, *, timeout: float = 60.0, grace: float = 2.0, location: Location | None = None
     ) -> None:
         if not isinstance(world_size, int) or world_size < 1:
             raise ConfigError(f"world_size must be a whole number of at least 1, got {world_size!r}")
@@ -44,10 +44,10 @@ class RankPool:
         self.timeout = timeout
         self.grace = grace
         self._closed = False
-        self._place = place or Place()
-        self._team = Team(self._place.start, world_size, grace=grace, start_timeout=START_TIMEOUT)
-        # A pool that nobody closes: multiprocessing's own finalizers run before it waits for its children at exit (for
-        # ever, as idle ranks do not end by themselves), in processes that it started too, and not in forks of ours.
+        self._location = location or Location()
+        self._team = Team(self._location.start, world_size, grace=grace, start_timeout=START_TIMEOUT)
+        # For a pool that is never closed: multiprocessing runs its finalizers before it waits for its children at exit
+        # (for ever, since idle ranks do not end by themselves), also in processes it started, but not in other forks.
         self._finalizer = Finalize(self, self._team.close, exitpriority=0)
 
     @overload
@@ -83,16 +83,16 @@ class RankPool:
         `fn` must be importable: a function at the top level of a module, or a `functools.partial` of one. `env` is
         added to the ranks' environment for this run. `expected_exits` maps ranks that must not return but die to their
         exit codes (-9: killed by SIGKILL); the result of such a rank is a `Died`. Raises `RankFailed`, or
-        `RanksTimedOut` if ranks are still at work after `timeout` seconds (default: the pool's).
+        `RanksTimedOut` if ranks are still busy after `timeout` seconds (default: the pool's).
         """
         if self._closed:
             raise ConfigError("this RankPool is closed; build a new one")
         limit = self.timeout if timeout is None else _check_seconds("timeout", timeout)
         expected = self._check_expected(expected_exits)
-        pickled, extra = _call.pickled(*self._place.call(fn, args)), _call.checked_env(env)
+        pickled, extra = _call.pickled(*self._location.call(fn, args)), _call.checked_env(env)
         threads = call.fair_threads(self.world_size)
         environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        with self._place.rendezvous() as (port, variables):
+        with self._location.rendezvous() as (port, variables):
             try:
                 extra = variables | extra
                 task = call.task(pickled, self.world_size, port, environ=environ, extra=extra, threads=threads)
@@ -101,7 +101,7 @@ class RankPool:
                     self._team.stop(self.timeout, expected)
                 else:
                     self._team.clean(limit)
-            except BaseException:  # KeyboardInterrupt too: whatever the ranks are doing, nobody waits for it any more
+            except BaseException:  # KeyboardInterrupt too: nobody waits for the ranks any more
                 self._team.end()
                 raise
         return results
@@ -120,7 +120,7 @@ class RankPool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is None:
             self.close()
-        else:  # an error is on its way already: do not put another one in front of it
+        else:  # an error is already being raised: do not replace it
             self._closed = True
             self._finalizer()
 

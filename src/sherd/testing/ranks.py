@@ -1,4 +1,4 @@
-"""`run_ranks`: one function on several fresh ranks."""
+"""`run_ranks`: run one function on several new ranks."""
 
 from __future__ import annotations
 

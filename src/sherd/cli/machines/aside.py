@@ -1,7 +1,7 @@
-"""Calls that may never return: of a store whose machine is out of reach, of a name server that does not answer.
+"""Calls that may never return: to a store on an unreachable machine, or to a name server that does not answer.
 
-Python hears of a signal between two of its own instructions only, so a main thread inside such a call is deaf: SIGTERM
-and ^C would not end it. In a thread aside the call can wait, for as long as it likes, and nobody has to wait for it.
+Python handles signals only between its own instructions, so SIGTERM and ^C would not end a main thread inside such a
+call. In another thread the call may block for ever, and nothing has to wait for it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 def aside(job: Callable[[], T], seconds: float | None = None) -> T:
-    """What `job` returns or raises in another thread. A `DistError` after `seconds`, if they are limited."""
+    """Run `job` in another thread; its result or error. A `DistError` after `seconds`, if given."""
     answer: Future[T] = Future()
 
     def work() -> None:
         try:
             answer.set_result(job())
-        except BaseException as error:  # it belongs to the one who asked
+        except BaseException as error:  # raised in the calling thread
             answer.set_exception(error)
 
     threading.Thread(target=work, name="sherd-launch-aside", daemon=True).start()

@@ -1,7 +1,7 @@
-"""The line to a `sherd run --hosts` that started this one through ssh: its words come on standard input.
+"""The connection to the `sherd run --hosts` that started this one over ssh, through standard input.
 
-The first is the token, which must not be on a command line. What follows is the name of a signal, or the end: ssh
-passes no signals on, but it does pass on that its own standard input has ended, however that happened.
+The first line is the token, which must not be on a command line. Then comes the name of a signal, or end-of-file: ssh
+does not forward signals, but it does forward the end of its own standard input, whatever caused it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ STDIN = 0
 
 
 def attend() -> None:
-    """Take the token, then end this process by a signal when told so, or when nobody is there any more."""
+    """Read the token; then end this process by a signal when told to, or when the other end is gone."""
     token = _line()
     if not token:
-        raise ConfigError("--attended is for sherd itself: it expects a token on standard input, and found nothing")
+        raise ConfigError("--attended is for sherd itself: it expects a token on standard input, but found nothing")
     os.environ[TOKEN] = token
     threading.Thread(target=_obey, name="sherd-launch-attend", daemon=True).start()
 
@@ -32,7 +32,7 @@ def _obey() -> None:
 
 
 def _line() -> str:
-    """Without a buffer, which would swallow what follows."""
+    """Read a line, unbuffered: a buffer would swallow what follows."""
     data = b""
     while (byte := os.read(STDIN, 1)) not in (b"", b"\n"):
         data += byte

@@ -1,7 +1,7 @@
-"""What launchers tell each other: plain JSON in the store of machine 0, sealed if there is a token.
+"""Messages between launchers: plain JSON in the store of machine 0, sealed if there is a token.
 
-Whoever reaches the port of a store can write to it. Nothing that is read from it is therefore more than data, and with
-a token nothing is believed that does not carry its seal, under the key at which it was found, for this very run.
+Anyone who reaches the port of a store can write to it. So whatever is read from it is treated as mere data, and with a
+token nothing is accepted without its seal, which covers the key and the run.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from sherd.cli.machines.aside import aside
 from sherd.comm.meeting.notes import LAUNCHERS
 from sherd.comm.trust.seal import Seal
 
-HELLO = "sherd/launch/hello"  # by machine 0: which run this is, and how many machines it waits for
-PLAN = "sherd/launch/plan"  # by machine 0: all machines, once they are there
-OFF = "sherd/launch/off"  # by any machine: why there will be no run
+HELLO = "sherd/launch/hello"  # by machine 0: the id of the run, and how many machines it waits for
+PLAN = "sherd/launch/plan"  # by machine 0: all machines, once they have arrived
+OFF = "sherd/launch/off"  # by any machine: why the run is called off
 FAULT = LAUNCHERS  # by the first machine on which a rank failed
 ANSWER = timedelta(seconds=30)  # for the store to answer
-BRIEF_SECONDS = 1.0  # for the store to take the words of one who has to go on, or is about to leave
-CONNECT = 5.0  # seconds for a store that listens to take a connection
+BRIEF_SECONDS = 1.0  # for the store to accept a message from a machine that must go on, or is about to leave
+CONNECT = 5.0  # seconds for a listening store to accept a connection
 
 News = dict[str, Any]
 T = TypeVar("T")
 
 
 class Board:
-    """The store, in words. Errors of the store are `torch.distributed.DistError`s: machine 0 is gone.
+    """The store as a message board. Its errors are `torch.distributed.DistError`s: machine 0 is gone.
 
-    A word that is not answered within `patience` is such an error too. Without that limit, a call waits for as long as
-    machine 0 is silent, and signals wait with it: for threads that nobody waits for.
+    No answer within `patience` is such an error too. Without that limit a call blocks as long as machine 0 is silent,
+    and so do signals: only for background threads.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class Board:
     ) -> None:
         self.store = store
         self.seal = seal
-        self.run = run  # its number; None until machine 0 has told it
+        self.run = run  # its id; None until machine 0 has sent it
         self.patience = patience
-        self.strange: set[str] = set()  # keys at which something was found that was not believed
+        self.strange: set[str] = set()  # keys with values that were not accepted
         store.set_timeout(ANSWER)
 
     def again(self) -> Board:
-        """The same over another connection, for another thread: one that waits does not hold up the others."""
+        """The same over another connection, for another thread, so that waiting on one does not block the other."""
         return Board(connected(self.store.host, self.store.port), self.seal, self.run, patience=None)
 
     def brief(self) -> Board:
-        """The same for words that must not take long: a cut cable lets nobody know that it is cut."""
+        """The same for messages that must not take long: nothing reports that a cable is cut."""
         return Board(self.store, self.seal, self.run, BRIEF_SECONDS)
 
     def write(self, key: str, news: News) -> None:
@@ -63,20 +63,20 @@ class Board:
         self._ask(lambda: _set(self.store, key, packed))
 
     def claim(self, key: str, before: bytes, news: News) -> bytes | None:
-        """Write if `before` is what is there (b"": nothing); what was written, or None if another came first."""
+        """Write if the present value is `before` (b"": none); what was written, or None if another was first."""
         packed = self._packed(key, news)
         return packed if self._ask(lambda: _compare_set(self.store, key, before, packed)) == packed else None
 
     def write_first(self, key: str, news: News) -> News:
-        """Write unless there is something to believe already; what is there afterwards."""
+        """Write unless there is an acceptable value; the value that is there afterwards."""
         if self.claim(key, b"", news) is None:
             if found := self.read(key):
                 return found
-            self.write(key, news)  # over what a stranger left
+            self.write(key, news)  # over a value that was not accepted
         return news
 
     def read(self, key: str) -> News | None:
-        """What was written; None while there is nothing that can be believed."""
+        """The value; None while there is no acceptable one."""
         raw = self.raw(key)
         news = self._unpacked(key, raw) if raw else None
         if raw and news is None:
@@ -107,11 +107,11 @@ class Board:
 def connected(host: str, port: int) -> TCPStore:
     """A connection to a store. Raises `DistError` after CONNECT seconds without an answer."""
     timeout = timedelta(seconds=CONNECT)
-    # With one who takes connections and says nothing, torch waits for ever, whatever its timeout.
+    # If the other end accepts connections and stays silent, torch waits for ever, despite its timeout.
     return aside(lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout), 2 * CONNECT)
 
 
-# torch declares values to be strings, and takes bytes as well; a seal is no text.
+# torch declares values as strings, but also takes bytes, and a seal is not text.
 def _set(store: Store, key: str, value: bytes) -> None:
     store.set(key, value)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Where machine 0 listens, and how the others get there."""
+"""Where machine 0 listens, and how the others reach it."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ class Listening:
     """The store of machine 0, which lives in this process."""
 
     store: TCPStore
-    where: str  # in words
+    where: str  # as text
     port: int
-    for_ranks: str  # the address by which ranks of this machine get there
+    for_ranks: str  # the address at which ranks of this machine reach it
 
 
 def listen_alone() -> Listening:
-    """For one machine: on loopback, at a port that is free, so that two runs on a machine do not meet."""
+    """For one machine: on loopback, at a free port, so that two runs on a machine do not collide."""
     return _hosted(_bound(LOOPBACK, 0), LOOPBACK, LOOPBACK, f"{LOOPBACK} (loopback)")
 
 
 def listen(address: str, port: int) -> Listening:
-    """On the one address by which others know this machine; on all of them where that cannot be told from here."""
-    place = aside(lambda: network.place_to_listen(address))
-    if place:
-        interface = network.interface_of(place)
-        where = f"{shown(place, port)} ({interface.name if interface else 'loopback'})"
-        return _hosted(_bound(place, port), place, address, where)
+    """On the address by which others know this machine; on all addresses if that is not one of its own."""
+    local = aside(lambda: network.place_to_listen(address))
+    if local:
+        interface = network.interface_of(local)
+        where = f"{shown(local, port)} ({interface.name if interface else 'loopback'})"
+        return _hosted(_bound(local, port), local, address, where)
     own = any(network.is_loopback(found) for found in _resolved(address))
     where = f"port {port} of all its interfaces"
     if not own:
-        where += f" ({address} is no address of this machine)"
+        where += f" ({address} is not an address of this machine)"
     return _hosted(_bound("", port), LOOPBACK, address if own else LOOPBACK, where)
 
 
 def reach(address: str, port: int, until: Callable[[str], None]) -> tuple[TCPStore, str]:
-    """A connection to the store of machine 0, and the address at which it was reached. `until` is called, with what is
-    wrong at the moment, after every attempt in vain."""
+    """A connection to the store of machine 0, and the address at which it was reached. `until` is called with the
+    reason after every failed attempt."""
     while True:
         reason = ""
         for found in _resolved(address):
@@ -61,7 +61,7 @@ def reach(address: str, port: int, until: Callable[[str], None]) -> tuple[TCPSto
             except OSError as error:
                 reason = error.strerror or "no answer"
             except DistError:
-                reason = "what answers there is no `sherd run`"
+                reason = "what answers there is not `sherd run`"
         until(reason)
 
 
@@ -80,7 +80,7 @@ def _bound(address: str, port: int) -> socket.socket:
         where = f"port {port}" + (f" of {address}" if address else "")
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"{where} is taken by another program; write another one with --master-port, the same on every machine"
+                f"{where} is in use by another program; write another one with --master-port, the same on every machine"
             ) from error
         raise ConfigError(
             f"this machine cannot listen at {where} ({error.strerror}); write another one with --master-port, the same "
@@ -89,14 +89,14 @@ def _bound(address: str, port: int) -> socket.socket:
 
 
 def _probe(address: str, port: int) -> None:
-    """Raise `OSError` if nobody listens there."""
+    """Raise `OSError` if nothing listens there."""
     with socket.create_connection((address, port), timeout=CONNECT_SECONDS) as connection:
         if connection.getsockname() == connection.getpeername():  # on loopback, TCP connects a free port to itself
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
 def _hosted(listener: socket.socket, own: str, for_ranks: str, where: str) -> Listening:
-    """A store over this socket: a `TCPStore` that opens one itself listens on every interface."""
+    """A store on this socket: a `TCPStore` that opens its own listens on every interface."""
     port: int = listener.getsockname()[1]
     try:
         _probe(own, port)

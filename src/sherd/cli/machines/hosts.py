@@ -1,7 +1,7 @@
-"""`sherd run --hosts a,b`: a `sherd run` on each of these machines, started through ssh.
+"""`sherd run --hosts a,b`: a `sherd run` on each of these machines, started over ssh.
 
-The token travels on ssh's standard input, which then stays open: its end, or the name of a signal, ends the run there
-(see `attendance`). What a machine writes comes back over ssh's stdout and stderr, by whole lines.
+The token is sent to ssh's standard input, which then stays open: closing it, or sending the name of a signal, ends the
+run there (see `attendance`). The output of a machine comes back over ssh's stdout and stderr, in whole lines.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import threading
 import time
 from collections.abc import Sequence
 
-from sherd.cli.checks import check_directories
+from sherd.cli.launch.checks import check_directories
+from sherd.cli.launch.request import Showing
+from sherd.cli.launch.stopping import STOPPING, Stopped, signals_raise
 from sherd.cli.machines.remote import Remote, command_for
 from sherd.cli.messages import said_by, say
 from sherd.cli.output.console import STDERR, STDOUT, Console, Writer
 from sherd.cli.output.pieces import Pieces
 from sherd.cli.output.watching import watched
-from sherd.cli.request import Showing
-from sherd.cli.stopping import STOPPING, Stopped, signals_raise
 from sherd.errors import ConfigError
 
 POLL_SECONDS = 0.1
-LONG_GRACE_SECONDS = 30.0  # for the other machines to end by themselves once one has failed: they tell each other why
-STOP_SECONDS = 25.0  # for machines that are told to end; ranks have ten of them before they are killed
+LONG_GRACE_SECONDS = 30.0  # for the other machines to end by themselves once one has failed: they report the cause
+STOP_SECONDS = 25.0  # for machines that are told to end; ranks are killed after ten of them
 SSH_FAILED, BAD_INPUT = 255, 2
-GRACE_SECONDS = {SSH_FAILED: 0.0, BAD_INPUT: 5.0}  # a machine that has not come to the meeting has told nobody
+GRACE_SECONDS = {SSH_FAILED: 0.0, BAD_INPUT: 5.0}  # a machine that never reached the rendezvous has told nobody
 
 
 class Machine:
@@ -40,7 +40,7 @@ class Machine:
         self.name = remote.hosts[number].name
         self._console = console
         pipe = subprocess.PIPE
-        # In a session of its own: ^C in the terminal is for this process, which passes it on.
+        # In its own session: ^C in the terminal goes to this process, which forwards it.
         self._ssh = subprocess.Popen(
             [*remote.ssh, re.sub(r"[\[\]]", "", self.name), command],
             stdin=pipe,
@@ -69,12 +69,12 @@ class Machine:
                 self._ssh.stdin.close()
 
     def kill(self) -> None:
-        if self._ssh.poll() is None:  # or its number may be that of another process by now
+        if self._ssh.poll() is None:  # or its pid may belong to another process by now
             os.killpg(self._ssh.pid, signal.SIGKILL)
         self._ssh.wait()
 
     def settle(self) -> None:
-        """Wait for its last lines. What still holds its output open is not waited for."""
+        """Wait for its last lines, but not for processes that still hold its output open."""
         for thread in self._threads:
             thread.join(1.0)
 
@@ -95,11 +95,11 @@ class Machine:
 
 
 def run_on_hosts(remote: Remote, words: Sequence[str], showing: Showing, *, strategy: str | None, layers: bool) -> int:
-    """Run on all hosts to the end; the exit status."""
+    """Run on all hosts until they end; the exit status."""
     if showing.needs_events and showing.events is None:
         check_directories(showing, machines=max(2, len(remote.hosts)))
     if showing.needs_events:
-        # Once, before anything is written; logs are the hosts' own, and so are events that nobody here reads.
+        # Once, before anything is written. Logs are written on the hosts, and so are events that are not read here.
         check_directories(dataclasses.replace(showing, log_dir=None), machines=1)
     console = Console()
     machines: list[Machine] = []
@@ -131,7 +131,7 @@ def run_on_hosts(remote: Remote, words: Sequence[str], showing: Showing, *, stra
 
 
 def _watch(machines: list[Machine]) -> int:
-    """Until all have ended. One that fails ends the others."""
+    """Wait until all have ended. If one fails, the others are ended."""
     failed: dict[str, int] = {}
     end = float("inf")
     while running := [machine for machine in machines if machine.status() is None]:
@@ -141,14 +141,14 @@ def _watch(machines: list[Machine]) -> int:
             break
         time.sleep(POLL_SECONDS)
     else:
-        _look(machines, failed)  # those that have ended since
+        _look(machines, failed)  # those that have ended in the meantime
     statuses = [*failed.values(), *(machine.status() or 0 for machine in machines)]
-    # A machine whose ranks were stopped because another's failed ends with 1: the cause has more to say.
+    # A machine whose ranks were stopped because of another one ends with 1: the cause's status says more.
     return next((status for status in statuses if status > 1), max(statuses))
 
 
 def _look(machines: list[Machine], failed: dict[str, int]) -> float:
-    """Note those that have failed by now, and say of which ssh has. Until when the others may go on."""
+    """Record new failures, and report those of ssh. Returns until when the others may go on."""
     end = float("inf")
     for machine in machines:
         status = machine.status()
@@ -162,7 +162,7 @@ def _look(machines: list[Machine], failed: dict[str, int]) -> float:
 
 
 def _stop(machines: Sequence[Machine], number: signal.Signals) -> None:
-    """Have them end. ^C again does not wait."""
+    """End them. A second ^C does not wait."""
     for machine in machines:
         machine.stop(number)
     end = time.monotonic() + STOP_SECONDS

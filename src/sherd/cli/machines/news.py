@@ -1,4 +1,4 @@
-"""What became of ranks on other machines, and telling them what became of ours."""
+"""How ranks on other machines ended, and telling those machines how ours did."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sherd.cli.machines.rendezvous import Meeting
 from sherd.comm.meeting.reports import printable
 
 HEAR_SECONDS = 0.2  # between two looks at the board
-LINGER_SECONDS = 15.0  # for machines that have heard of a failure to end their ranks
-STOPPED_SECONDS = 3.0  # the same, where a signal has ended this one: it may have come because nobody is there any more
+LINGER_SECONDS = 15.0  # for machines that know of a failure to end their ranks
+STOPPED_SECONDS = 3.0  # the same after a signal, which may mean that nobody is waiting any more
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Fault:
     rank: int
     pid: int
     machine: str  # its name
-    how: str  # in the words that follow "rank 3 "
+    how: str  # text to follow "rank 3 "
 
     @classmethod
     def of(cls, news: News) -> Fault | None:
-        """From the board."""
+        """From a message on the board; None if it is malformed."""
         try:
             return cls(int(news["rank"]), int(news["pid"]), printable(news["machine"]), printable(news["how"]))
         except (LookupError, TypeError, ValueError):
@@ -38,23 +38,23 @@ class Fault:
 
 
 class Newsroom:
-    """The launcher's side of the board while ranks run. Nothing here can hold up the thread that looks after them."""
+    """The launcher's side of the board while ranks run. Nothing here can block the thread that watches them."""
 
     def __init__(self, meeting: Meeting) -> None:
-        self.fault: Fault | None = None  # of another machine
-        self.off = ""  # why another machine has left without a rank that failed, once one has
-        self.lost = False  # machine 0 does not answer any more
+        self.fault: Fault | None = None  # on another machine
+        self.off = ""  # why another machine has left although none of its ranks failed
+        self.lost = False  # machine 0 no longer answers
         self._meeting = meeting
         self._hearing = meeting.hearing
         self._alone = meeting.machines == 1
-        self.all_ended = self._alone  # no rank runs on any other machine
+        self.all_ended = self._alone  # no rank is running on any other machine
         self._over = threading.Event()
         if not self._alone:
             threading.Thread(target=self._hear, name="sherd-launch-news", daemon=True).start()
 
     @property
-    def trouble(self) -> str:
-        """What happened elsewhere, in words; "" while nothing has."""
+    def failure(self) -> str:
+        """What went wrong elsewhere, as text; "" if nothing has."""
         if fault := self.fault:
             return f"rank {fault.rank} on machine {fault.machine} failed first (pid {fault.pid}): it {fault.how}"
         if self.off:
@@ -64,20 +64,20 @@ class Newsroom:
         return ""
 
     def tell(self, rank: int, pid: int, how: str) -> None:
-        """Tell every machine that a rank of this one failed, unless one of another failed before."""
+        """Tell every machine that a rank of this one failed, unless one on another machine failed before."""
         words = {"rank": rank, "pid": pid, "machine": socket.gethostname(), "how": how}
         with contextlib.suppress(DistError):
             self._note(self._meeting.board.brief().write_first(FAULT, words))
 
     def tell_ended(self, well: bool) -> None:
-        """Tell that no rank of this machine runs any more."""
+        """Tell every machine that no rank is running on this one any more."""
         with contextlib.suppress(DistError):
             self._meeting.board.brief().write(_end(self._meeting.machine), {"well": well})
 
     def close(self, well: bool, stopped: bool = False) -> None:
-        """On machine 0, wait until the others need its store no more: they have to hear why it ends, too."""
+        """On machine 0, wait until the others no longer need its store: they must also learn why it ends."""
         self._over.set()
-        if self._alone or well or self.off:  # a machine that has left for good will not tell that it has ended
+        if self._alone or well or self.off:  # a machine that has left will not report that it has ended
             return
         self.tell_ended(well)
         if self._meeting.machine != 0:
@@ -88,7 +88,7 @@ class Newsroom:
                 time.sleep(HEAR_SECONDS)
 
     def _hear(self) -> None:
-        ended_well = False  # machine 0, which may leave before ranks of others that take long are done
+        ended_well = False  # machine 0, which may leave before slow ranks of others are done
         while not (self._over.wait(HEAR_SECONDS) or self.fault or self.off or self.lost):
             try:
                 if found := self._hearing.read(FAULT):

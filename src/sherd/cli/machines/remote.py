@@ -1,4 +1,4 @@
-"""Where `sherd run --hosts` is to run, and the command that each machine gets."""
+"""Where `sherd run --hosts` runs, and the command for each machine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sherd.cli.request import Showing
+from sherd.cli.launch.request import Showing
 from sherd.errors import ConfigError
 
 _HOST = re.compile(r"(?:[\w.-]+@)?(?:\w[\w.-]*|\[[0-9a-fA-F:.]+\])(?::(?P<ranks>[0-9]+))?")
-# What a rank's numbers or speed depend on. Never a token: others can read the command lines of a machine.
+# What the results or the speed of a rank depend on. Never a token: others can read the command lines of a machine.
 _PASSED_ON = re.compile(r"SHERD_|GLOO_|NCCL_|OMP_|MKL_|TORCH|PYTHON")
 _SECRET = ("SHERD_TOKEN", "SHERD_TOKEN_FILE")
-_OF_HERE = ("SHERD_HOST",)  # the same name everywhere would make all hosts one
+_OF_HERE = ("SHERD_HOST",)  # the same name everywhere would make all hosts count as one
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Remote:
-    """Where to run, and how to get there."""
+    """Where to run, and how to reach it."""
 
     hosts: list[Host]
     ssh: list[str]
@@ -72,7 +72,7 @@ def _parsed(hosts: str, ranks: int) -> list[Host]:
         match = _HOST.fullmatch(word.strip())
         if match is None:
             raise ConfigError(
-                f"--hosts {hosts!r}: {word.strip()!r} is no host; write names with commas, such as a,b:4,me@c"
+                f"--hosts {hosts!r}: {word.strip()!r} is not a host; write names with commas, such as a,b:4,me@c"
             )
         count = match["ranks"]
         name = word.strip() if count is None else word.strip().removesuffix(f":{count}")
@@ -80,14 +80,14 @@ def _parsed(hosts: str, ranks: int) -> list[Host]:
             raise ConfigError(f"--hosts {hosts!r}: {name} needs at least one rank, found {count}")
         if name in found:
             raise ConfigError(
-                f"--hosts {hosts!r}: {name} is there twice; write {name}:{2 * ranks} for more ranks there"
+                f"--hosts {hosts!r}: {name} is listed twice; write {name}:{2 * ranks} for more ranks there"
             )
         found[name] = Host(name, ranks if count is None else int(count))
     return list(found.values())
 
 
 def _token(file: str | None) -> str:
-    """The user's own, or a new one."""
+    """The user's token, or a new one."""
     named = file if file is not None else None if os.environ.get(_SECRET[0]) else os.environ.get(_SECRET[1])
     if named is not None:
         try:
@@ -100,7 +100,7 @@ def _token(file: str | None) -> str:
 def command_for(
     remote: Remote, number: int, words: Sequence[str], showing: Showing, strategy: str | None, layers: bool
 ) -> str:
-    """What a machine's shell is to run: one word for ssh, which would join several by blanks."""
+    """The command for a machine's shell, as one word: ssh would join several with blanks."""
     host = remote.hosts[number]
     command = [remote.python, "-m", "sherd", "run", "--attended", "--ranks", str(host.ranks), "--label", host.name]
     command += ["--wait", f"{remote.wait:g}"]

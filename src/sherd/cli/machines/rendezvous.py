@@ -1,7 +1,7 @@
-"""How the launchers of several machines find each other and agree who is who.
+"""How the launchers of several machines find each other and agree on their numbers.
 
-Machine 0 hosts a store. The others write down, again and again, that they are there; once it has heard from all of
-them lately, it writes the plan, and every machine finds its ranks in it. What they write is in `board`.
+Machine 0 hosts a store. The others write a heartbeat to it; once it has recent ones from all of them, it writes the
+plan, in which every machine finds its ranks. The messages are those of `board`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 from torch.distributed import DistError
 
+from sherd.cli.launch.request import Request
 from sherd.cli.machines import endpoint
 from sherd.cli.machines.aside import aside
 from sherd.cli.machines.board import HELLO, OFF, PLAN, Board, News
 from sherd.cli.machines.seat import Seat, Seats
 from sherd.cli.messages import say
-from sherd.cli.request import Request
 from sherd.cli.words import ranks_in_words
 from sherd.comm.meeting import network
 from sherd.comm.meeting.reports import printable
@@ -29,12 +29,12 @@ from sherd.comm.trust.seal import TOKEN, Seal
 from sherd.errors import ConfigError, SherdError
 
 POLL_SECONDS = 0.1
-SPEAK_SECONDS = 10.0  # of waiting before the user is told what for
+SPEAK_SECONDS = 10.0  # of waiting before the user is told
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What came of it: which ranks are here, and how they find the others."""
+    """The result of a rendezvous: which ranks are here, and how they find the others."""
 
     board: Board
     hearing: Board  # the same, for the thread that listens
@@ -50,7 +50,7 @@ class Meeting:
 
 @contextlib.contextmanager
 def meet_alone(ranks: int, seal: Seal | None) -> Iterator[Meeting]:
-    """One machine: there is no one to meet, and nothing listens outside of loopback."""
+    """One machine: there is nobody to meet, and nothing listens outside loopback."""
     here = endpoint.listen_alone()
     board = Board(here.store, seal, uuid.uuid4().hex)
     yield Meeting(board, board, 0, 1, ranks, 0, ranks, here.for_ranks, here.port, network.loopback())
@@ -58,9 +58,9 @@ def meet_alone(ranks: int, seal: Seal | None) -> Iterator[Meeting]:
 
 @contextlib.contextmanager
 def meet(request: Request, seal: Seal | None) -> Iterator[Meeting]:
-    """Several machines; every one of them calls this. Whatever is raised inside ends the run on the others too."""
+    """Several machines; each of them calls this. An error inside ends the run on the others too."""
     with _as_master(request, seal) if request.machine == 0 else _as_other(request, seal) as meeting:
-        over = _way_between(meeting)
+        over = _network_between(meeting)
         if seal is None and request.machine > 0:
             _warn(f"this machine over {over}")
         ours = ranks_in_words(range(meeting.first_rank, meeting.first_rank + meeting.ranks))
@@ -68,23 +68,25 @@ def meet(request: Request, seal: Seal | None) -> Iterator[Meeting]:
         yield meeting
 
 
-def _way_between(meeting: Meeting) -> str:
+def _network_between(meeting: Meeting) -> str:
     if name := os.environ.get(network.IFNAME):
         return f"{name} ({network.IFNAME})"
     if meeting.interface is None:
-        return f"whatever gloo takes: which interface leads to the others cannot be told here, {network.IFNAME} sets it"
+        return (
+            f"whatever gloo chooses: the interface that leads to the others is unknown here, {network.IFNAME} sets it"
+        )
     return f"{meeting.interface.name} ({meeting.interface.address})"
 
 
 def _warn(where: str) -> None:
     say(
-        f"warning: there is no {TOKEN}, so whoever reaches {where} can read along, join in or break this run; "
-        "write --token-file FILE on every machine, a file with the same random characters (see docs/security.md)"
+        f"warning: there is no {TOKEN}, so anyone who reaches {where} can read, join or break this run; write "
+        "--token-file FILE on every machine, a file with the same random characters (see docs/security.md)"
     )
 
 
 class Patience:
-    """Waits for something, tells the user about it when it takes long, and gives up in the end."""
+    """Waits for something, tells the user when it takes long, and gives up after a time limit."""
 
     def __init__(self, seconds: float) -> None:
         self._start = time.monotonic()
@@ -119,13 +121,13 @@ def _as_master(request: Request, seal: Seal | None) -> Iterator[Meeting]:
 
 
 def _gathered(board: Board, request: Request, where: str) -> list[News]:
-    """What every other machine says of itself, once all have given a sign of life lately."""
+    """The entries of all other machines, once each has a recent heartbeat."""
     patience, seats, warned = Patience(request.wait), Seats(board, request.machines), False
     while missing := seats.missing():
         if off := board.read(OFF):
             raise ConfigError(printable(off.get("why")))
         if board.strange and not warned:
-            say(f"something without this machine's {TOKEN} wrote to {where}; it is ignored")
+            say(f"something without this machine's {TOKEN} wrote to {where}; ignoring it")
             warned = True
         numbers = ", ".join(map(str, missing))
         patience.wait(f"machine {numbers} of {request.machines} (--node-rank {numbers}), at {where}")
@@ -145,36 +147,36 @@ def _as_other(request: Request, seal: Seal | None) -> Iterator[Meeting]:
     with _called_off(board, request, only_if=lambda last: _is_seated(last, request, me)):
         try:
             _greet(board, request, patience, where)
-            hearing = board.again()  # now: machine 0 could be gone later, and to find that out takes seconds
+            hearing = board.again()  # now: machine 0 could be gone later, and finding that out takes seconds
             plan = _seated(board, request, me, patience, where)
         except DistError as error:
-            words = f"machine 0 at {where} went away before all machines were there; see what it says"
+            words = f"machine 0 at {where} left before all machines had arrived; see its output"
             raise ConfigError(words) from error
         yield _meeting(board, hearing, request, plan, request.address)
 
 
 def _greet(board: Board, request: Request, patience: Patience, where: str) -> None:
-    """Learn which run this is, and whether this machine has been started for the same one."""
+    """Get the id of the run, and check that this machine was started for the same number of machines."""
     while not (hello := board.read(HELLO)):
         if board.strange:
             raise ConfigError(
-                f"machine 0 at {where} has another {TOKEN}, or none where the other has one; the same token must be "
-                "given on every machine"
+                f"machine 0 at {where} has another {TOKEN}, or only one of the two machines has one; give the same "
+                "token on every machine"
             )
-        patience.wait(f"a word from machine 0 at {where}")
+        patience.wait(f"an answer from machine 0 at {where}")
     board.run = str(hello.get("run"))
     if hello.get("machines") != request.machines:
         why = (
             f"machine 0 was started with --nnodes {hello.get('machines')}, machine {request.machine} "
             f"({socket.gethostname()}) with --nnodes {request.machines}; write the same number on every machine"
         )
-        if not board.read(PLAN):  # or this would end a run that has begun without us
+        if not board.read(PLAN):  # or this would end a run that has started without us
             board.write(OFF, {"why": why})
         raise ConfigError(why)
 
 
 def _seated(board: Board, request: Request, me: News, patience: Patience, where: str) -> News:
-    """Say that this machine is there until the plan has been made."""
+    """Keep this machine's seat until the plan is there."""
     seat = Seat(board, request.machine, request.machines, me)
     seat.take()
     try:
@@ -193,7 +195,7 @@ def _seated(board: Board, request: Request, me: News, patience: Patience, where:
 
 @contextlib.contextmanager
 def _heard() -> Iterator[None]:
-    """On machine 0, give the others time to read what was written last: the store ends with this process."""
+    """On machine 0, give the others time to read the last message: the store ends with this process."""
     try:
         yield
     except BaseException:
@@ -222,7 +224,7 @@ def _called_off(board: Board, request: Request, only_if: Callable[[Board], bool]
 
 
 def _planned(plan: News, request: Request) -> list[News]:
-    """The machines of a plan. Without a token anyone may have written it, so its form is checked here."""
+    """The machines of a plan. Without a token anyone may have written it, so its structure is checked here."""
     try:
         return [
             {
@@ -234,7 +236,9 @@ def _planned(plan: News, request: Request) -> list[News]:
             for _, machine in zip(range(request.machines), plan["all"], strict=True)
         ]
     except (LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"the machines' plan cannot be read ({error!r}); is the same sherd on every one?") from error
+        raise ConfigError(
+            f"the plan of the machines cannot be read ({error!r}); do all of them have the same version of sherd?"
+        ) from error
 
 
 def _meeting(board: Board, hearing: Board, request: Request, plan: News, master_addr: str) -> Meeting:
@@ -242,5 +246,5 @@ def _meeting(board: Board, hearing: Board, request: Request, plan: News, master_
     counts, ways = [machine["ranks"] for machine in machines], [machine["way"] for machine in machines]
     interface = network.choose(ways[request.machine], ways)
     first, world = sum(counts[: request.machine]), sum(counts)
-    place = (request.machine, request.machines, request.ranks, first, world)
-    return Meeting(board, hearing, *place, master_addr, request.port, interface)
+    numbers = (request.machine, request.machines, request.ranks, first, world)
+    return Meeting(board, hearing, *numbers, master_addr, request.port, interface)

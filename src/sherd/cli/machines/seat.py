@@ -1,4 +1,4 @@
-"""The place of a machine on the board, by its number: taken once, and kept by signs of life until all are there."""
+"""The seat of a machine on the board, by number: taken once, and kept by heartbeats until all machines have arrived."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sherd.cli.machines.board import PLAN, Board, News
 from sherd.comm.meeting.reports import printable
 from sherd.errors import ConfigError
 
-BEAT_SECONDS = 0.5  # between two signs of life
-SILENT_SECONDS = 4.0  # without one, a machine is taken for gone
+BEAT_SECONDS = 0.5  # between two heartbeats
+SILENT_SECONDS = 4.0  # without one, a machine counts as gone
 LOOK_SECONDS = 0.1
 
 
@@ -23,18 +23,18 @@ def key_of(machine: int) -> str:
 
 
 class Seat:
-    """This machine's own. `taken` says why it cannot have it: another one does."""
+    """The seat of this machine. `taken` raises the error for one that another machine has."""
 
     def __init__(self, board: Board, machine: int, machines: int, me: News) -> None:
         self._board = board
         self._machine = machine
         self._machines = machines
         self._me = me
-        self._there = b""  # what is written there now
+        self._there = b""  # what is written there
         self._beats, self._beaten = 0, 0.0
 
     def take(self) -> None:
-        """From an earlier launcher of this machine too, if it has left or gives no sign of life any more."""
+        """Take the seat, also from an earlier launcher of this machine that has left or gone silent."""
         key, start = key_of(self._machine), time.monotonic()
         self._there = self._board.raw(key)
         while (other := self._board.read(key)) and not other.get("left"):
@@ -46,14 +46,14 @@ class Seat:
         self.keep()
 
     def keep(self) -> None:
-        """Give a sign of life, if it is time for one."""
+        """Write a heartbeat, if one is due."""
         if time.monotonic() - self._beaten < BEAT_SECONDS:
             return
         self._beats, self._beaten = self._beats + 1, time.monotonic()
         self._write({"beat": self._beats})
 
     def leave(self) -> None:
-        """Tell that this machine is not there any more, at once and not by its silence."""
+        """Say that this machine has left, at once instead of by its silence."""
         self._board = self._board.brief()
         with contextlib.suppress(DistError, ConfigError):
             self._write({"left": True})
@@ -61,7 +61,7 @@ class Seat:
     def taken(self, other: News) -> NoReturn:
         raise ConfigError(
             f"two machines have --node-rank {self._machine}: this one ({socket.gethostname()}) and "
-            f"{printable(other.get('name', 'another'))}; give each a number of its own, from 0 to {self._machines - 1}"
+            f"{printable(other.get('name', 'another'))}; give each its own number, from 0 to {self._machines - 1}"
         )
 
     def _write(self, more: News) -> None:
@@ -73,15 +73,15 @@ class Seat:
 
 
 class Seats:
-    """Those of all other machines, as machine 0 sees them."""
+    """The seats of all other machines, as machine 0 sees them."""
 
     def __init__(self, board: Board, machines: int) -> None:
         self._board = board
         self._numbers = range(1, machines)
-        self._last: dict[int, tuple[News, float]] = {}  # what each wrote last, and when that was seen
+        self._last: dict[int, tuple[News, float]] = {}  # the last entry of each, and when it was seen
 
     def missing(self) -> list[int]:
-        """The machines that are not there, or have not given a sign of life lately."""
+        """The machines that have not arrived, or have no recent heartbeat."""
         for number in self._numbers:
             entry = self._board.read(key_of(number))
             if entry and (number not in self._last or self._last[number][0] != entry):

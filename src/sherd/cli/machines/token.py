@@ -1,4 +1,4 @@
-"""The token of a run: what its ranks, and the launchers of its machines, know each other by."""
+"""The token of a run, by which its ranks and the launchers of its machines recognise each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sherd.comm.trust.seal import TOKEN, TOKEN_FILE, Seal, read_token, seal_of_t
 def set_token(file: str | None, machines: int) -> Seal | None:
     """Put the token into this process's environment, which its ranks inherit; nobody else sees it there.
 
-    It is the user's, or on one machine a new one. Several machines without one of the user's have none.
+    It is the user's, or a new one on a single machine. Several machines have none unless the user provides it.
     """
     if file is not None:
         os.environ[TOKEN] = read_token(file, f"--token-file {file!r}")

@@ -1,5 +1,5 @@
 """What a user sees of a run.
 
-What ranks write (`forwarding`, from a `source` by `pieces`; `tracebacks` once) goes to the `console`; their events are
-followed by `watching` and drawn by `display` and `curve`.
+The output of ranks (`forwarding`, from a `source`, cut into `pieces`; equal `tracebacks` once) goes to the `console`.
+`watching` follows their events, which `display` and `curve` draw.
 """

@@ -1,7 +1,7 @@
-"""Where output goes: this process's stdout and stderr, by whole lines, with a frame below them in a terminal.
+"""Where output goes: this process's stdout and stderr, in whole lines, with a frame below them in a terminal.
 
-A *piece* is the part of an output up to and including a line feed, or a carriage return as progress bars write it.
-Pieces of different writers never mix: what is written while the line of another is unfinished gets a line of its own.
+A *piece* is output up to and including a line feed, or a carriage return as progress bars write it. Pieces of different
+writers never mix: what is written while another writer's line is unfinished starts a new line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TERMINAL = "terminal"
 SAY_SECONDS = 1.0
 BAR_SECONDS = 0.2  # between two states of a progress bar
 CLEAR_LINE = b"\r\x1b[K"
-# Readable on dark and on light backgrounds; neither red, which is for errors, nor black and white.
+# Readable on dark and light backgrounds; not red, which is for errors, nor black or white.
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
 _LEFT = (errno.EPIPE, errno.EIO)  # its reader has left, or the terminal has been closed
 _FINISHED = (b"\n", b"\r")
@@ -33,9 +33,9 @@ class Writer:
 
     stream: int  # STDOUT or STDERR
     prefix: bytes = b""
-    fresh: bool = True  # what it writes next begins a line
-    bar: bytes = b""  # its progress bar, where a frame shows it
-    in_bar: bool = False  # it has gone back to the start of its line
+    fresh: bool = True  # its next output begins a line
+    bar: bytes = b""  # its progress bar, if a frame shows it
+    in_bar: bool = False  # it has returned to the start of its line
 
 
 class Console:
@@ -44,14 +44,17 @@ class Console:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.closed: set[int] = set()  # streams that nobody reads any more
-        self._unfinished: dict[object, Writer | None] = {}  # whose line each device shows the beginning of
+        self._unfinished: dict[object, Writer | None] = {}  # whose unfinished line each device shows
         self._pending: list[tuple[int, bytes]] = []
-        self._since = 0.0  # when the last unfinished line came
+        self._since = 0.0  # when the last output came
         self._framed = False  # there is a display below the output
         self._frame: list[str] = []
-        self._drawn: list[int] = []  # the widths of the lines that are on the screen now
+        self._drawn: list[int] = []  # the widths of the lines now on the screen
         self._bars: list[Writer] = []
-        self._moved, self._drawn_at = False, 0.0  # whether a bar has moved since the last frame, and when that was
+        self._moved, self._drawn_at = (
+            False,
+            0.0,
+        )  # whether a bar has moved since the last frame, and when that was drawn
 
     @staticmethod
     def bare(line: str) -> str:
@@ -62,7 +65,7 @@ class Console:
         return os.isatty(stream)
 
     def prefix(self, label: str, rank: int, stream: int) -> bytes:
-        """What stands before the lines of a rank: nothing for rank 0, so that scripts can read its output."""
+        """The prefix of a rank's lines: none for rank 0, so that scripts can read its output."""
         if rank == 0:
             return b""
         text = f"[{label} rank {rank}]" if label else f"[rank {rank}]"
@@ -86,13 +89,13 @@ class Console:
                     other.fresh = True
                 data = writer.prefix + piece if writer.fresh else piece
                 writer.fresh = piece.endswith(_FINISHED)
-                # After a carriage return the line is still there, and the next of this writer goes over it.
+                # After a carriage return the line is still there, and this writer's next one overwrites it.
                 self._unfinished[device] = None if piece.endswith(b"\n") else writer
                 self._pending.append((writer.stream, data))
             self._since = time.time()
 
     def _is_of_bar(self, writer: Writer, piece: bytes) -> bool:
-        """Keep the state of a progress bar for the frame: above it, every state would be a line of its own."""
+        """Keep the state of a progress bar for the frame: above it, every state would be a new line."""
         if piece.endswith(b"\n") or not (piece.endswith(b"\r") or writer.in_bar):
             if writer in self._bars:
                 self._bars.remove(writer)
@@ -117,7 +120,7 @@ class Console:
     def say(self, text: str) -> None:
         """A line of the launcher's own, on stderr."""
         line = text.encode(errors="replace") + b"\n"
-        # Whoever reads stdout may have stopped to read, and hold up the thread that writes there; stderr may be free.
+        # The reader of stdout may have stopped, which blocks the thread that writes there; stderr may be free.
         if not self.lock.acquire(timeout=SAY_SECONDS):
             self._write(STDERR, line)
             return
@@ -128,10 +131,10 @@ class Console:
             self.lock.release()
 
     def show(self, lines: Sequence[str], *, latest: float = 0.0) -> None:
-        """Draw a frame below everything, in place of the one before.
+        """Draw a frame below everything, replacing the previous one.
 
-        Below an unfinished line it waits: that may be a question, with an answer being typed. Once the ranks have gone
-        on (`latest` is when they did something, in unix seconds), nobody is asked any more.
+        An unfinished line delays it: that may be a prompt, with an answer being typed. Once the ranks have gone on
+        (`latest` is the unix time of their last activity), it is no prompt any more.
         """
         with self.lock:
             self._framed, self._frame = True, list(lines)
@@ -142,7 +145,7 @@ class Console:
             self._draw()
 
     def keep_bars(self) -> None:
-        """From now on progress bars are kept below the output, each on a line of its own. `refresh` draws them."""
+        """From now on progress bars stay below the output, each on its own line. `refresh` draws them."""
         self._framed = any(self.is_terminal(stream) for stream in (STDOUT, STDERR)) and not _is_dumb()
 
     def refresh(self) -> None:
@@ -152,7 +155,7 @@ class Console:
                 self._draw()
 
     def leave(self, *, keep: bool) -> None:
-        """The display is over; its last frame stays on the screen, or goes."""
+        """End the display; its last frame stays on the screen if `keep`."""
         with self.lock:
             self.flush()
             if not keep:
@@ -160,11 +163,11 @@ class Console:
             self._draw()
             self._framed, self._frame, self._drawn, self._bars = False, [], [], []
 
-    # Terminals such as tmux keep what `ESC[J` clears from the first line on in their scrollback: a screen that was
-    # cleared would leave a copy of every frame there. So lines are cleared one by one, or written over.
+    # Terminals such as tmux move what `ESC[J` clears from the first line on into their scrollback: clearing the screen
+    # would leave a copy of every frame there. So lines are cleared one by one, or overwritten.
 
     def _erase(self) -> None:
-        """Take the frame away; what is written next comes in its place."""
+        """Remove the frame; the next output takes its place."""
         if rows := self._rows():
             self._write(self._below, CLEAR_LINE + b"\x1b[1A\x1b[2K" * rows)
         self._drawn = []
@@ -187,7 +190,7 @@ class Console:
         self._moved, self._drawn_at = False, time.monotonic()
 
     def _rows(self) -> int:
-        """Of the screen that the frame takes now: a terminal that has become narrower has broken its lines."""
+        """Rows of the screen that the frame takes: a terminal that has become narrower has wrapped its lines."""
         columns, height = self._size()
         return min(sum(max(1, -(-width // columns)) for width in self._drawn), max(1, height - 1))
 
@@ -229,7 +232,7 @@ class Console:
 
 
 def _joined(parts: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """Neighbours for one stream as one write."""
+    """Consecutive parts for the same stream, as one write."""
     stream = parts[0][0]
     gathered: list[bytes] = []
     for target, data in parts:

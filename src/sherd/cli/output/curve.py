@@ -1,4 +1,4 @@
-"""A curve in a few lines of text: by plotext where it is installed, else by blocks of our own."""
+"""A curve in a few lines of text: by plotext if it is installed, else with block characters."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
-MOST_POINTS = 400  # more than a terminal has columns: a long run costs no more to draw than a short one
+MOST_POINTS = 400  # more than a terminal has columns; limits the cost of drawing a long run
 
 
 def curve(steps: Sequence[int], values: Sequence[float], width: int, height: int) -> list[str]:
-    """Lines of at most this width. Values that are not finite are left out."""
+    """Lines of at most this width. Non-finite values are left out."""
     points = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
     if len(points) < 2 or width < 20:
         return []
@@ -20,7 +20,7 @@ def curve(steps: Sequence[int], values: Sequence[float], width: int, height: int
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """At most so many: neighbours become their mean."""
+    """At most `most` points: neighbours are averaged."""
     if len(points) <= most:
         return list(points)
     found = []
@@ -31,7 +31,7 @@ def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, f
 
 
 def _by_plotext(points: Sequence[tuple[int, float]], width: int, height: int) -> list[str]:
-    """Nothing without plotext, or with a release of another interface: then there are still the blocks."""
+    """Empty without plotext, or if its interface has changed; then blocks are drawn."""
     try:
         import plotext
     except ImportError:

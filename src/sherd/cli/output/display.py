@@ -1,4 +1,4 @@
-"""How a run is doing, in words and in a frame for the terminal. Reads a `RunRecord`; draws nothing itself."""
+"""The state of a run, as a line of text and as a frame for the terminal. Reads a `RunRecord`; draws nothing itself."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from sherd.cli.words import ranges
 from sherd.observe.rows import PHASES, StepRow
 from sherd.observe.runs import RunRecord
 
-RECENT = 20  # steps that rates and shares are taken over
-MOST_RANKS = 8  # whose memory is shown one by one
+RECENT = 20  # steps that rates and fractions of time are taken over
+MOST_RANKS = 8  # whose memory is shown individually
 MIB, GIB = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What is shown of a run. What is not known is None or empty."""
+    """What is shown of a run. Unknown values are None or empty."""
 
     head: str  # strategy, ranks, model
-    step: int  # of those that are complete
+    step: int  # complete ones
     total: int | None
     loss: float | None
     loss_name: str
     norm: float | None
     lr: float | None
     rate: str
-    shares: dict[str, float]  # of the time, by phase
+    shares: dict[str, float]  # fractions of the time, by phase
     rank_memory: dict[int, int]
     host_memory: dict[str, int]
     elapsed: float
@@ -37,7 +37,7 @@ class Figures:
 
 
 def figures(record: RunRecord, now: float) -> Figures:
-    """Of the last steps of a run."""
+    """The figures of the last steps of a run."""
     rows = record.steps[-RECENT:]
     last = rows[-1] if rows else None
     _, losses = record.steps.losses()
@@ -79,7 +79,7 @@ def in_words(found: Figures) -> str:
 
 
 def frame(record: RunRecord, columns: int, rows: int, now: float | None = None) -> list[str]:
-    """Lines for a terminal of this size, coloured."""
+    """Coloured lines for a terminal of this size."""
     from rich.console import Console, Group
     from rich.panel import Panel
     from rich.text import Text
@@ -166,7 +166,7 @@ def _rate(rows: list[StepRow]) -> str:
 
 
 def _per_second(rows: list[StepRow], counts: list[int]) -> float | None:
-    """By the clock between the first of the steps and the last: what users wait for, pauses between steps included."""
+    """By wall clock from the first of the steps to the last: what users wait for, including pauses between steps."""
     if len(rows) > 1 and (seconds := rows[-1].t - rows[0].t) > 0:
         return sum(counts[1:]) / seconds
     duration = rows[0].duration if len(rows) == 1 else None
@@ -174,7 +174,7 @@ def _per_second(rows: list[StepRow], counts: list[int]) -> float | None:
 
 
 def _short(number: float) -> str:
-    """Three digits and a unit; below ten thousand, as it is."""
+    """Three digits and a unit; below ten thousand, the number itself."""
     for unit, size, least in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4)):
         if number >= least:
             return f"{number / size:.3g} {unit}"

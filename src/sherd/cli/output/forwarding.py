@@ -1,6 +1,6 @@
-"""What the ranks of this machine write: on to our own stdout and stderr, and into files where the user wants them.
+"""The output of the ranks of this machine: forwarded to our own stdout and stderr, and to files on request.
 
-One rank alone has this process's terminal itself, so that a debugger, `input()` and progress bars work as without us.
+A single rank inherits this process's terminal, so that a debugger, `input()` and progress bars work as without sherd.
 """
 
 from __future__ import annotations
@@ -16,49 +16,49 @@ from pathlib import Path
 from typing import Any
 
 from sherd.cli import messages
+from sherd.cli.launch.request import Showing
 from sherd.cli.output.console import STDERR, STDOUT, Console, Writer
 from sherd.cli.output.source import Source
 from sherd.cli.output.tracebacks import Tracebacks
 from sherd.cli.output.watching import warn_if_nothing, watched
-from sherd.cli.request import Showing
 
-UNFINISHED_SECONDS = 0.1  # after which a terminal shows a line that has begun: it may be a question
+UNFINISHED_SECONDS = 0.1  # after which a terminal shows an unfinished line: it may be a prompt
 TICK_SECONDS = 0.1
-SETTLE_SECONDS = 2.0  # for a terminal that has been stopped (^S) to take what a dead rank had written
+SETTLE_SECONDS = 2.0  # for a stopped terminal (^S) to accept the last output of a dead rank
 
 
 class Output:
-    """The interface, and the output of a rank that has this process's own streams."""
+    """The interface, and the output of a rank that inherits this process's streams."""
 
     failed = False  # a rank did not end well
 
     def files(self, rank: int) -> dict[str, Any]:
-        """What `subprocess.Popen` is to be given for this rank."""
+        """Arguments of `subprocess.Popen` for this rank."""
         return {}
 
     def started(self, rank: int) -> None:
         """The rank has its files."""
 
     def settle(self, rank: int, killed: bool) -> None:
-        """The rank has failed: show what is left of it, now, so that what is said of it comes after."""
+        """The rank has failed: show the rest of its output now, before any message about it."""
         self.failed = True
 
     def settle_all(self) -> None:
         """The same for all of them."""
 
     def wrote(self, rank: int) -> bool:
-        """Whether it is known that the rank wrote something."""
+        """Whether the rank is known to have written anything."""
         return False
 
     def interrupted(self) -> None:
-        """From now on ranks end because they are told to."""
+        """From now on, ranks end because they are told to."""
 
     def close(self) -> None:
         """All have ended."""
 
 
 class Piped(Output):
-    """Ranks write into pipes; a thread passes it on. It alone waits for whoever reads this process's output."""
+    """Ranks write into pipes; a thread forwards it. Only that thread waits for the reader of this process's output."""
 
     def __init__(self, showing: Showing, ranks: int, console: Console) -> None:
         self._console = console
@@ -94,7 +94,7 @@ class Piped(Output):
             os.close(descriptor)
         for source in self._sources[rank]:
             self._selector.register(source.pipe, selectors.EVENT_READ, source)
-        os.write(self._waker, b".")  # a thread that sleeps in `select` does not see what was added everywhere
+        os.write(self._waker, b".")  # on some systems a thread in `select` does not notice new files
 
     def settle(self, rank: int, killed: bool) -> None:
         self.failed = True
@@ -118,7 +118,7 @@ class Piped(Output):
         self._tracebacks.interrupted = True
 
     def close(self) -> None:
-        """Show what is left. A process that a rank has left behind, and that holds a pipe, is not waited for."""
+        """Show what is left, without waiting for processes that a rank left behind and that hold a pipe."""
         with self._console.lock:
             self._drain_all()
         self._over = True
@@ -143,7 +143,7 @@ class Piped(Output):
     def _drain(self, rank: int, killed: bool = False, failed: bool = False) -> None:
         for source in self._sources.get(rank, ()):
             while data := source.read():
-                self._pass_on(source, data)
+                self._forward(source, data)
             self._finish(source)
         self._tracebacks.release(rank, killed, failed)
         self._console.flush()
@@ -168,15 +168,15 @@ class Piped(Output):
     def _hear(self, source: Source) -> None:
         data = source.read()
         if data:
-            self._pass_on(source, data)
+            self._forward(source, data)
         if data == b"" or source.writer.stream in self._console.closed:
-            # Nobody reads it any more: the rank learns that as it would without us.
+            # Nobody reads it any more: the rank notices as it would without sherd.
             self._finish(source)
             source.ended = True
             self._selector.unregister(source.pipe)
             os.close(source.pipe)
 
-    def _pass_on(self, source: Source, data: bytes) -> None:
+    def _forward(self, source: Source, data: bytes) -> None:
         self._put(source, source.pieces.cut(data))
 
     def _finish(self, source: Source) -> None:
@@ -191,7 +191,7 @@ class Piped(Output):
 
     def _show_stderr(self, rank: int, pieces: Any) -> None:
         writer = self._sources[rank][1].writer
-        own = f"[rank{rank}]: ".encode()  # torch's, which says the same as ours
+        own = f"[rank{rank}]: ".encode()  # torch's prefix, the same as ours
         self._console.put(writer, [piece.removeprefix(own) for piece in pieces] if writer.prefix else pieces)
 
     def _tick(self) -> None:
@@ -207,7 +207,7 @@ class Piped(Output):
 
 @contextlib.contextmanager
 def output_of(showing: Showing, ranks: int) -> Iterator[Output]:
-    """The output of so many ranks, and what is drawn from their events, until they have ended."""
+    """The output of `ranks` ranks, and the display of their events, until they have ended."""
     console = Console()
     with watched(showing, console) as watcher:
         if ranks == 1 and not (showing.log_dir or showing.live or showing.label or showing.attended):

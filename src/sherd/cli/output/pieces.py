@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
-MOST_BYTES = 1 << 16  # of a line that does not end
+MOST_BYTES = 1 << 16  # of an unfinished line
 
 # A carriage return at the very end may be half of "\r\n".
 _PIECE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?=[^\n]))")
 
 
 class Pieces:
-    """Takes bytes as they come, gives pieces; keeps what has begun."""
+    """Takes bytes as they arrive and gives whole pieces; keeps the unfinished one."""
 
     def __init__(self) -> None:
         self.rest = b""
@@ -25,6 +25,6 @@ class Pieces:
         return found
 
     def take(self) -> bytes:
-        """What has begun, now: no more is to be waited for."""
+        """The unfinished piece, without waiting for the rest."""
         rest, self.rest = self.rest, b""
         return rest

@@ -1,4 +1,4 @@
-"""What comes from one stream of a rank."""
+"""One stream of a rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ READ_BYTES = 1 << 16
 
 
 class Source:
-    """One stream of a rank: a pipe, and the log that it also goes to."""
+    """A pipe, and the log file that its data also goes to."""
 
     def __init__(self, rank: int, writer: Writer, pipe: int, log: int | None) -> None:
         self.rank = rank
@@ -21,13 +21,13 @@ class Source:
         self.pipe = pipe
         self.ended = False
         self.pieces = Pieces()
-        self.last = 0.0  # when something came
+        self.last = 0.0  # when data last came
         self.wrote = False
         self._log = log
         os.set_blocking(pipe, False)
 
     def read(self) -> bytes | None:
-        """None while there is nothing, b"" once there will be nothing any more."""
+        """None if there is nothing yet, b"" at the end."""
         if self.ended:
             return b""
         try:
@@ -46,6 +46,6 @@ class Source:
         try:
             while view and self._log is not None:
                 view = view[os.write(self._log, view) :]
-        except OSError as error:  # a full disk must not end a training run, and must not go unnoticed
+        except OSError as error:  # a full disk must not end a training run, but must be reported
             messages.say(f"warning: the log of rank {self.rank} ends here: {error.strerror}")
             self._log = None

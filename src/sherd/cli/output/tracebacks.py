@@ -1,8 +1,8 @@
-"""One traceback, or last words, of several ranks that failed in the same way.
+"""Showing one traceback, or one last message, for several ranks that failed in the same way.
 
-A traceback on a rank's stderr is held back until it is complete. If another rank has shown one with the same exception,
-up to numbers of ranks and processes and addresses, it is only counted, and a line says so later. Other lines are held
-back for a moment once another rank has shown the same: a rank that fails now has failed as that one did.
+A traceback on a rank's stderr is held back until it is complete. If another rank has shown the same exception, except
+for numbers of ranks and processes and for addresses, it is only counted, and a line says so later. Other lines are held
+back for a moment if another rank has shown the same: if the rank fails now, it has failed as that one did.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from sherd.cli.words import ranks_in_words
 
 QUIET_SECONDS = 0.3  # without another line, a traceback is complete
-NOTE_SECONDS = 1.0  # for other ranks to show the same one, before they are counted
+NOTE_SECONDS = 1.0  # for other ranks to show the same one, before the count is shown
 MOST_BYTES = 1 << 16
-MOST_LINES = 256  # of other ranks that a line is compared with
+MOST_LINES = 256  # of other ranks to compare a line with
 
 # torch's own hook writes "[rank1]: " before every line.
 _OWN_PREFIX = re.compile(rb"^\[rank\d+\]:[ ]?")
@@ -38,17 +38,17 @@ class Shown:
 
 
 class Tracebacks:
-    """Those of all ranks of this machine."""
+    """The tracebacks of all ranks of this machine."""
 
     def __init__(self, show: Print, say: Callable[[str], None]) -> None:
-        self.interrupted = False  # by ^C: then every rank ends in its own place, and the first says enough
+        self.interrupted = False  # by ^C: every rank then ends somewhere else, and the first traceback is enough
         self._show = show
         self._say = say
         self._held: dict[int, list[bytes]] = {}
-        self._last: dict[int, float] = {}  # when a rank that has something held back wrote last
+        self._last: dict[int, float] = {}  # when a rank with held-back lines last wrote
         self._shown: dict[bytes, Shown] = {}
-        self._echoes: dict[int, list[bytes]] = {}  # lines that are held back since another rank has shown the first
-        self._lines: dict[bytes, int] = {}  # lines that were shown lately, and by which rank first
+        self._echoes: dict[int, list[bytes]] = {}  # lines held back because another rank has shown the first of them
+        self._lines: dict[bytes, int] = {}  # lines shown recently, and the first rank that showed each
 
     def take(self, rank: int, pieces: Sequence[bytes]) -> None:
         """Lines of a rank's stderr: shown, or held back."""
@@ -98,7 +98,7 @@ class Tracebacks:
         return rank in self._held or rank in self._echoes
 
     def release(self, rank: int, killed: bool = False, failed: bool = False) -> None:
-        """What is held back of this rank is complete, or all that there will be of it: it has failed meanwhile."""
+        """The held-back lines of this rank are complete, or there will be no more because it has failed."""
         self._release_echo(rank, failed)
         lines = self._held.pop(rank, None)
         if lines is None:
@@ -107,7 +107,7 @@ class Tracebacks:
         if killed:
             key = next((whole for whole in self._shown if whole.startswith(key)), key)
         shown = self._shown.get(key)
-        if shown is None or rank == shown.rank or rank in shown.others:  # another one of its own is news
+        if shown is None or rank == shown.rank or rank in shown.others:  # a second one of its own is shown
             self._note(key)
             self._shown[key] = Shown(rank)
             self._show(rank, lines)
@@ -116,7 +116,7 @@ class Tracebacks:
             shown.when = time.monotonic()
 
     def tick(self) -> None:
-        """Now and then: what is complete by its silence."""
+        """Called regularly: release what has been complete for a while."""
         now = time.monotonic()
         for rank in [rank for rank in {*self._held, *self._echoes} if now - self._last[rank] > QUIET_SECONDS]:
             self.release(rank)

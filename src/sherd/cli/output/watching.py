@@ -1,6 +1,6 @@
-"""Follows the events of a run while it goes on: draws them, and writes them into files for other programs.
+"""Follows the events of a running run: draws them, and writes them to files for other programs.
 
-In a thread of its own. Nothing here can delay a rank or end a run: what fails is said in one line, and the run goes on.
+In its own thread. Nothing here can delay a rank or end a run: a failure is reported in one line, and the run goes on.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from sherd.cli.launch.request import Showing
 from sherd.cli.messages import say
 from sherd.cli.output.console import STDOUT, Console
-from sherd.cli.request import Showing
 from sherd.observe.rows import StepRow
 from sherd.observe.runs import Follower, RunRecord
 
 LOOK_SECONDS = 0.5
 LINE_SECONDS = 10.0  # between two plain lines
-CLOSE_SECONDS = 10.0  # for the last events to be written; more of them than that are left out
+CLOSE_SECONDS = 10.0  # for the last events to be written; the rest is left out
 EVENTS = "SHERD_EVENTS"
 NO_STEP = "warning: no rank recorded a step; does the script call sherd.distribute and step its optimizer?"
 
 
 class RowWriter(Protocol):
-    """Takes steps as they become complete."""
+    """Writes steps as they become complete."""
 
     def write(self, row: StepRow) -> None: ...
     def close(self) -> None: ...
 
 
 class Display(Protocol):
-    """Shows how a run is doing."""
+    """Shows the state of a run."""
 
     def show(self, record: RunRecord) -> None: ...
     def close(self, record: RunRecord, well: bool) -> None: ...
 
 
 class Frame:
-    """Below the output of the ranks, in a terminal."""
+    """A frame below the output of the ranks, in a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -58,12 +58,12 @@ class Frame:
     def close(self, record: RunRecord, well: bool) -> None:
         if well and record.steps:
             self.show(record)
-        # What is said of a failure is to be the last that is read.
+        # The message about a failure must come last.
         self._console.leave(keep=well and bool(record.steps))
 
 
 class Lines:
-    """For a file, a pipe or a terminal that knows no more: a line now and then."""
+    """A line now and then, for a file, a pipe or a dumb terminal."""
 
     def __init__(self) -> None:
         self._due = time.monotonic() + LINE_SECONDS
@@ -99,7 +99,7 @@ class Watcher:
         self._thread.start()
 
     def close(self, well: bool) -> None:
-        """The ranks have ended: take in what they wrote last."""
+        """The ranks have ended: read their last events."""
         self._well = well
         self._over.set()
         self._thread.join(CLOSE_SECONDS)
@@ -113,7 +113,7 @@ class Watcher:
             with contextlib.suppress(Exception):
                 if self._display is not None:
                     self._display.close(self.record, False)
-            say(f"warning: no more is drawn or written of the events: {type(error).__name__}: {error}")
+            say(f"warning: the events are no longer drawn or written: {type(error).__name__}: {error}")
 
     def _look(self, last: bool = False) -> None:
         for event in self._follower.poll():
@@ -136,7 +136,7 @@ class Watcher:
 
 @contextlib.contextmanager
 def watched(showing: Showing, console: Console) -> Iterator[Watcher | None]:
-    """Have the ranks that are started inside write their events, and follow them as far as the user wants it."""
+    """Have the ranks that are started inside write events, and follow these if the user wants it."""
     with _directory(showing) as directory:
         if directory is None or not showing.needs_events:
             yield None
@@ -149,14 +149,14 @@ def watched(showing: Showing, console: Console) -> Iterator[Watcher | None]:
 
 
 def warn_if_nothing(directory: Path) -> None:
-    """Nobody has followed these events: say so if there are none."""
+    """Nothing has followed these events: warn if there are none."""
     if not any(directory.glob("events-rank*.jsonl")):
         say(NO_STEP)
 
 
 @contextlib.contextmanager
 def _directory(showing: Showing) -> Iterator[Path | None]:
-    """Where events go, which ranks find in their environment. A temporary directory, if only we are to read them."""
+    """The directory for events, which ranks find in their environment; a temporary one if only we read them."""
     if showing.events is not None:
         os.environ[EVENTS] = str(showing.events.absolute())
     if named := os.environ.get(EVENTS):

@@ -7,7 +7,7 @@ import enum
 from torch import Tensor
 
 from sherd.comm import Communicator
-from sherd.data import share
+from sherd.data import batch_weight
 from sherd.engine.buckets.bucket import Bucket
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.norms import squares
@@ -125,7 +125,7 @@ class LossWeights:
         that one is only repeated.
         """
         weight = self._entered if self._next is None else self._next
-        part = share.current()
+        part = batch_weight.current()
         if weight is None and self._mean:
             return part
         return (1.0 if weight is None else weight) if part else 0.0

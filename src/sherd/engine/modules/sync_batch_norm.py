@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from sherd.comm import Communicator, labelled
-from sherd.data import share
+from sherd.data import batch_weight
 from sherd.engine.gradients.gradient import LossWeights
 from sherd.errors import ConfigError
 from sherd.patches.batch_norm import Forward, SyncedBatchNorm, forget, install
@@ -100,7 +100,9 @@ class Ranks:
     def statistics(self, input: Tensor) -> Statistics:
         """Combine the statistics of all ranks' inputs, whatever their sizes. Collective."""
         channels = input.size(1)
-        count = input.numel() // channels if share.current() else 0  # a batch that is only repeated is no part of it
+        count = (
+            input.numel() // channels if batch_weight.current() else 0
+        )  # a batch that is only repeated is no part of it
         mine = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=input.device)
         if count:
             mean, variance = torch.batch_norm_update_stats(input.to(_working(input)), None, None, 0.0)

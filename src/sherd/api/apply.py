@@ -1,0 +1,102 @@
+"""Carrying out a plan.
+
+Every change to a user's object first registers how to undo it. Rank 0's values are sent last: by then every rank has
+agreed, so no rank's own values are overwritten by a call that fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import TypeVar
+
+from torch.optim import Optimizer
+
+from sherd import data, observe
+from sherd.api.helpers.coordination import Failure, failure_of, raise_any
+from sherd.api.members import enrol, refuse_foreign
+from sherd.api.plan import Plan
+from sherd.api.recording import record
+from sherd.api.training import Training, find_training, training_of
+from sherd.comm import Communicator, labelled
+from sherd.data.restore import as_it_is
+from sherd.engine.assembly import assemble
+from sherd.engine.engine import Engine
+from sherd.engine.modules.sync_batch_norm import share_statistics
+from sherd.errors import CommError
+from sherd.patches import optimizer_object, schedulers
+
+T = TypeVar("T")
+
+
+def carry_out(plan: Plan, comm: Communicator, undo: ExitStack) -> None:
+    """Carry out the plan: from now on, training is distributed. Collective."""
+    engine = together(comm, lambda: _prepare(plan, comm, undo))
+    engine.take_over()
+    if observe.recording():
+        record(plan, comm)
+    for sharding in plan.shardings[:1]:
+        data.announce(sharding, comm, plan.options.accumulate)
+
+
+def together(comm: Communicator, do: Callable[[], T]) -> T:
+    """What `do` returns here, if it raised on no rank; else an error on all ranks, so that none waits. Collective.
+
+    An interrupt concerns this rank alone: it is raised at once, and closing the communicator tells the others.
+    """
+    try:
+        made = do()
+    except Exception as error:
+        with suppress(CommError):  # it may be what failed, or the others are in another call and fail there
+            _tell(comm, failure_of(error))
+        raise
+    raise_any(comm, "sherd.distribute", _tell(comm, None))
+    return made
+
+
+def _tell(comm: Communicator, mine: Failure | None) -> list[Failure | None]:
+    with labelled("sherd.distribute"), comm.counters.agreeing():
+        return comm.all_gather_object(mine)
+
+
+def _prepare(plan: Plan, comm: Communicator, undo: ExitStack) -> Engine:
+    """Do everything except taking rank 0's parameter values."""
+    if plan.optimizer is not None:
+        undo.callback(_as_it_is(plan.optimizer))
+    engine = assemble(comm, plan.inventory, plan.choices, plan.options, plan.optimizer, undo)
+    if plan.optimizer is not None:
+        optimizer_object.install(plan.optimizer, training_of)
+    training = Training(engine, plan.strategy, plan.choices)
+    for thing in (*plan.models, plan.optimizer):
+        if thing is not None:
+            undo.callback(training.disown, thing)
+            training.own(thing)
+    enrol(plan.model, engine, undo)
+    share_statistics(plan.model, engine, undo)
+    for index, sharding in enumerate(plan.shardings):
+        sharding.apply(undo, trains=index == 0)
+    refuse_foreign()
+    if plan.options.accumulate > 1:
+        schedulers.install(_is_inside_a_window)
+    return engine
+
+
+def _as_it_is(optimizer: Optimizer) -> Callable[[], None]:
+    """A function that later gives `optimizer` back its present class, attributes, groups and state."""
+    own, state = as_it_is(optimizer), dict(optimizer.state)
+    groups = [dict(group) for group in optimizer.param_groups]
+
+    def restore() -> None:
+        own()
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(before)
+
+    return restore
+
+
+def _is_inside_a_window(optimizer: Optimizer) -> bool:
+    training = find_training(optimizer)
+    return training is not None and training.engine.window.open

@@ -1,0 +1,155 @@
+"""Which modules are distributed, and how loading, saving, wrapping and stepping them changes.
+
+`load_state_dict` of a module that is, contains or is part of a distributed model takes rank 0's values, wherever the
+parameters live. `state_dict` returns copies of parameters that no rank has whole; then all ranks must call it.
+
+torch's own wrappers are refused when they are built. They would exchange gradients a second time, or replace the
+parameters that are trained, and that would show only later, as a hang or an unrelated error. The check is there because
+wrappers are often not the user's own: Accelerate, and the trainers built on it, wrap every model. An FSDP that is first
+imported after the last `distribute` is not seen here; the next backward finds that it has replaced the parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, MutableMapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from sherd.api.training import find_training
+from sherd.comm import labelled
+from sherd.engine.engine import Engine
+from sherd.engine.parameters.gathered.on_use import plain_copies
+from sherd.errors import ConfigError
+from sherd.patches import foreign, module_state, pickling
+
+_engines: MutableMapping[nn.Module | nn.Parameter, weakref.ref[Engine]] = WeakIdKeyDictionary()
+
+_ALONE = (
+    "Where parameters are gathered on use, model.state_dict() is collective: call it on every rank, and save it on one"
+)
+
+
+def enrol(model: nn.Module, engine: Engine, undo: ExitStack) -> None:
+    """Register `engine` for `model`, its modules and its parameters."""
+    members: list[nn.Module | nn.Parameter] = [*model.modules(), *model.parameters()]
+    for member in members:
+        undo.callback(_engines.pop, member, None)
+        _engines[member] = weakref.ref(engine)
+    module_state.install(_load, _save)
+    pickling.install(_lives_in_ours)
+
+
+def engine_of(module: nn.Module) -> Engine:
+    """The engine of a distributed model, or of the model that `module` is part of."""
+    engine = find_engine(module)
+    if engine is None:
+        raise ConfigError(
+            f"this {type(module).__name__} is not part of a distributed model; call sherd.distribute first"
+        )
+    return engine
+
+
+def is_distributed(member: nn.Module | nn.Parameter) -> bool:
+    """Whether it is a distributed model or part of one."""
+    return find_engine(member) is not None
+
+
+def find_engine(member: nn.Module | nn.Parameter) -> Engine | None:
+    """The engine of a distributed model, of one of its modules or of one of its parameters; else None."""
+    reference = _engines.get(member)
+    return None if reference is None else reference()
+
+
+def _engines_of(module: nn.Module) -> list[Engine]:
+    """The engines of all distributed models that it is, contains or is part of."""
+    return list({id(engine): engine for engine in map(find_engine, module.modules()) if engine is not None}.values())
+
+
+def _lives_in_ours(parameter: nn.Parameter) -> bool:
+    """Whether the engine owns its memory."""
+    engine = find_engine(parameter)
+    return engine is not None and engine.store.owns_memory
+
+
+def _load(module: nn.Module, assign: bool, original: Callable[[], Any]) -> Any:
+    """What `module.load_state_dict(...)` does."""
+    engines = _engines_of(module)
+    if engines and assign:
+        raise ConfigError(
+            "load_state_dict(assign=True) would replace the tensors that the ranks train; write load_state_dict(state)"
+        )
+    with ExitStack() as edits:
+        for engine in engines:
+            edits.enter_context(engine.unchanged.editing(module, compare=False))
+        found = original()
+    if engines:
+        missing = set(found.missing_keys)
+        named = module.named_parameters(remove_duplicate=False)
+        loaded = [parameter for name, parameter in named if name not in missing]
+        for engine in engines:
+            engine.loaded(loaded)
+    return found
+
+
+def _save(module: nn.Module, original: Callable[[], Any]) -> Any:
+    """What `module.state_dict()` does."""
+    engines = _engines_of(module)
+    for engine in engines:
+        engine.torn.refuse("model.state_dict()")
+    state = original()
+    for engine in engines:
+        if not engine.store.whole:
+            with labelled(f"state_dict() after step {engine.steps}", _ALONE):
+                # Or the call of a single rank might match another gather or a barrier on the others.
+                with engine.comm.counters.agreeing():
+                    engine.comm.all_gather(torch.zeros(1), what="state_dict()").wait()
+                plain_copies(state)
+    return state
+
+
+# ---------------------------------------------------------------- optimizers and wrappers that were not passed
+
+
+def refuse_foreign() -> None:
+    """From now on, check every `step()` of this process, and every model that one of torch's wrappers is given."""
+    foreign.install(_check_wrapped, _check_step)
+
+
+def _check_step(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that steps a distributed model but was not passed to `distribute`."""
+    if find_training(optimizer) is not None:
+        return
+    engines = (find_engine(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    engine = next((engine for engine in engines if engine is not None), None)
+    if engine is None:
+        return
+    why = None
+    if engine.store.updates_slices:
+        why = "every rank would update all parameters and keep state for all of them, instead of for its own part"
+    elif engine.window.length > 1:
+        why = "it ignores accumulate=, and would find no gradient inside an incomplete window"
+    if why is not None:
+        kind = type(optimizer).__name__
+        raise ConfigError(
+            f"rank {engine.comm.rank}: this {kind} steps a distributed model, but was not passed to sherd.distribute: "
+            f"{why}; write model, optimizer = sherd.distribute(model, optimizer) (a model has one optimizer, with a "
+            f"group for each kind of parameter)"
+        )
+
+
+def _check_wrapped(modules: Any, wrapper: str) -> None:
+    for module in (modules,) if isinstance(modules, nn.Module) else modules or ():
+        engine = next(filter(None, map(find_engine, (*module.modules(), *module.parameters()))), None)
+        if engine is not None:
+            raise ConfigError(
+                f"rank {engine.comm.rank}: torch's {wrapper} was applied to a model that is already distributed by "
+                f"sherd.distribute, so gradients would be exchanged twice; drop the wrapper and use `model` as it is. "
+                f"Accelerate and the Hugging Face Trainer apply it by themselves: leave the model and the optimizer "
+                f"out of accelerator.prepare(), and write a training loop instead of using the Trainer"
+            )
