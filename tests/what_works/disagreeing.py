@@ -202,7 +202,7 @@ def other_rates_later(run):
     SECTION,
     "A plateau scheduler that follows each rank's own loss",
     "give it the mean over the ranks",
-    match=RATES + STEP + r"(?=.*ReduceLROnPlateau of each rank follows a metric of its own; give all of them the mean)",
+    match=RATES + STEP + r"(?=.*ReduceLROnPlateau of each rank follows its own metric; give all of them the mean)",
 )
 def other_plateaus(run):
     model, optimizer = _distributed(run)
@@ -292,7 +292,7 @@ def other_edits(run):
     train(model, optimizer, run.batches())
 
 
-EDITED = r"(?=before step \d p\.grad was edited in place differently on rank 0 and rank 1; edit it alike)(?=.*to clip)"
+EDITED = r"(?=before step \d p\.grad was edited in place differently on rank 0 and rank 1; make the same)(?=.*to clip)"
 
 
 @refused(SECTION, "`p.grad` edited differently", "make the same edits on every rank", match=EDITED)

@@ -225,7 +225,7 @@ def merged(run):
     SECTION,
     "`model.share_memory()` later",
     "share a copy: updates would not reach it",
-    match=r"'0\.weight' was moved into memory for other processes by share_memory.*copy\.deepcopy",
+    match=r"'0\.weight' was moved into shared memory by share_memory.*copy\.deepcopy",
     strategies=("zero1", "zero2", "zero3"),
 )
 def shared_memory(run):

@@ -25,9 +25,9 @@ class Gradients(enum.Enum):
     """What a rank keeps of the gradient."""
 
     REPLICAS = "replicas"
-    """all of it: its own, which becomes everybody's sum"""
+    """all of it: its own, which becomes the sum over all ranks"""
     WHOLE = "whole"
-    """its own whole gradient, and in it the sum of the slices that it owns"""
+    """its own whole gradient, which also holds the sum of the slices that it owns"""
     SLICES = "slices"
     """only the sum of the slices that it owns"""
 
@@ -36,7 +36,7 @@ class AccumulateAt(enum.Enum):
     """Where the gradients of several backwards are added up."""
 
     RANK = "rank"
-    """on the rank that made them: ranks exchange once per step"""
+    """on the rank that computed them: ranks exchange once per step"""
     OWNER = "owner"
     """where the sum is kept: ranks exchange after every backward"""
 
@@ -49,4 +49,4 @@ class Choices:
     gradients: Gradients
     accumulate_at: AccumulateAt
     shard_over: int
-    """ranks of a group in which parameters are sharded; every group has a copy"""
+    """number of ranks in a group that shards the parameters; every group has a copy"""

@@ -126,7 +126,7 @@ class Nested(optim.SGD):
 def test_random_stray_and_nested_ones_are_refused():
     assert_why_not(Noisy(parameters((3, 3)), lr=0.1), "it is random")
     stray = Elsewhere(parameters((3, 3)))
-    assert_why_not(stray, "other tensors than those in its groups")
+    assert_why_not(stray, "tensors that are not in its groups")
     assert torch.equal(stray.mine[0].detach(), torch.ones(3, 3))
     assert_why_not(Nested(parameters((3, 3)), lr=0.1), "inside a list or dict")
 

@@ -69,7 +69,7 @@ def communicating():
                 model = network()
                 if c.rank == 0:  # that something was sent would show: the other rank does not take part
                     with pytest.raises(
-                        ConfigError, match=rf"{kind.__name__} cannot be sharded: its step\(\) communicates by itself"
+                        ConfigError, match=rf"{kind.__name__} cannot be sharded: its step\(\) communicates on its own"
                     ) as caught:
                         check(kind(model.parameters(), lr=0.1), strategy, c)
                     assert f"by {name} of torch.distributed" in str(caught.value)

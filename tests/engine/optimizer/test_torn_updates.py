@@ -11,7 +11,7 @@ import sherd
 from sherd import SherdError
 from tests.helpers.training import STRATEGIES, all_same, batch, connected, distributed, loss_of, train, weights
 
-REASON = r"refused: the update of step 2 failed in the middle \(ValueError: half way\).*load both"
+REASON = r"refused: the update of step 2 failed halfway \(ValueError: half way\).*load both"
 
 
 class Failing(torch.optim.SGD):

@@ -1,10 +1,10 @@
-"""A bucket: parameters that are exchanged together, with all that is known of them together.
+"""A bucket: parameters that are exchanged together, and their shared state.
 
 values        their values: the whole bucket, and what this rank owns of it (set by the store)
-contribution  a gradient that autograd made on this rank
-local         contributions that no other rank has seen yet
-sum           what was reduced over the ranks; its owner keeps a slice of it, or every rank keeps all of it
-norms         of the blocks of this rank's slice of the sum, taken while it is in the cache
+contribution  a gradient that autograd computed on this rank
+local         contributions that have not been sent to any other rank yet
+sum           the result of the reduction over the ranks; each owner keeps a slice of it, or every rank keeps all of it
+norms         norms of the blocks of this rank's slice of the sum, taken while it is in the cache
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Local(enum.Enum):
-    """Contributions of this rank that no other rank has seen."""
+    """Contributions of this rank that have not been sent to any other rank."""
 
     NONE = "none"
     PARTIAL = "of some members"
@@ -39,7 +39,7 @@ class Local(enum.Enum):
 
 
 class Sum(enum.Enum):
-    """What was reduced over the ranks."""
+    """The result of the reduction over the ranks."""
 
     NONE = "none"
     REDUCING = "being reduced"
@@ -47,7 +47,7 @@ class Sum(enum.Enum):
 
 
 _SUM_MOVES = {
-    Sum.NONE: (Sum.REDUCING, Sum.DONE),  # done at once: a program has set the gradient itself
+    Sum.NONE: (Sum.REDUCING, Sum.DONE),  # straight to DONE: the user's program set the gradient itself
     Sum.REDUCING: (Sum.DONE,),
     Sum.DONE: (Sum.REDUCING, Sum.DONE, Sum.NONE),
 }
@@ -59,7 +59,7 @@ class Values:
 
     whole: Tensor
     owned: Tensor
-    """what this rank updates"""
+    """the part that this rank updates"""
 
 
 class Bucket:
@@ -67,7 +67,7 @@ class Bucket:
 
     values: Values
     norms: Tensor
-    """Of the blocks of `slice`; a part of the table of all buckets."""
+    """Norms of the blocks of `slice`; a view into the table of all buckets."""
 
     def __init__(self, described: slicing.Bucket, members: Sequence[TrackedParameter]) -> None:
         assert isinstance(described, FlatBucket), "parameters are placed flat"
@@ -80,71 +80,71 @@ class Bucket:
         self.local = Local.NONE
         self.sum_state = Sum.NONE
         self.missing = 0
-        """Members that have not arrived in the round under way."""
+        """Number of members that have not arrived in the current round."""
         self.launched = False
-        """Whether it was launched in the round under way."""
+        """Whether it was launched in the current round."""
         self.scaled = 1.0
-        """By how much the sum was multiplied since its norms were taken."""
+        """The factor by which the sum was multiplied since its norms were taken."""
         self.edited = False
         """Whether the sum was changed through `p.grad` and not measured since."""
-        self._begun = False  # whether memory was chosen for the gradient at hand
+        self._begun = False  # whether memory was chosen for the current gradient
         self._pieces: list[tuple[Piece, list[list[tuple[TrackedParameter | None, int, int]]]]] = []
 
     def __repr__(self) -> str:
         return f"the bucket of {self.members[0].name!r}, {len(self.members)} parameters"
 
     def segments(self, owner: int) -> Iterator[tuple[TrackedParameter, Segment]]:
-        """What `owner` has of it, member by member."""
+        """The part of the bucket that `owner` has, member by member."""
         return ((self._by_entry[segment.entry], segment) for segment in self.described.segments(owner))
 
     # ---------------------------------------------------------------- how its sum is kept
 
     def keep(self, exchange: Exchange, memory: Tensor) -> None:
-        """It is trained from now on: its sum is kept in `memory`, and reduced by `exchange`."""
+        """Train this bucket from now on: keep its sum in `memory` and reduce it by `exchange`."""
         self.exchange = exchange
         self._rooms = Rooms(exchange.room(self, memory), lambda: exchange.another_room(self))
         self._move_in()
 
     @property
     def summed(self) -> bool:
-        """Whether there is a sum, or one on its way."""
+        """Whether there is a sum, complete or still being reduced."""
         return self.sum_state is not Sum.NONE
 
     def move(self, to: Sum) -> None:
-        """The sum becomes `to`."""
+        """Change the state of the sum to `to`."""
         if to not in _SUM_MOVES[self.sum_state]:
             raise SherdError(f"{self!r}: its sum is {self.sum_state.value} and cannot become {to.value}")
         self.sum_state = to
 
     def begin(self) -> None:
-        """The sum is about to be written: the first time, choose memory that nobody holds."""
+        """Prepare to write the sum: the first time, choose memory that the user's program does not hold."""
         if not self._begun:
             self._begun = True
             if self._rooms.current is not self._rooms.choose():
                 self._move_in()
 
     def separate(self) -> None:
-        """Move the sum out of memory that somebody may hold, so that it can be changed without him."""
+        """Move the sum out of memory that the user's program may hold, so that changing it leaves that copy alone."""
         before = self._rooms.current
         if before is not self._rooms.choose():
             self._rooms.current.whole.copy_(before.whole)
             self._move_in()
 
     def set(self, zero: bool) -> None:
-        """The sum is what a program makes it, from zeros or from what it was."""
+        """Let the user's program set the sum, starting from zeros or from its present value."""
         self.begin()
         if zero:
             self.sum.zero_()
         self.move(Sum.DONE)
 
     def drop(self) -> None:
-        """There is no sum any more: the next gradient is the first again."""
+        """Drop the sum: the next gradient starts a new one."""
         if self.summed:
             self.move(Sum.NONE)
         self._begun = False
 
     def abandon(self) -> None:
-        """A reduction has failed. Whatever it leaves is never used."""
+        """A reduction failed. Its partial result is never used."""
         self.sum_state = Sum.DONE if self.summed else Sum.NONE
 
     def forget(self) -> None:
@@ -156,12 +156,12 @@ class Bucket:
 
     @property
     def whole(self) -> Tensor:
-        """All of the memory that is kept: this rank's whole gradient, where there is room for one."""
+        """All memory kept for the sum: this rank's whole gradient, where the exchange keeps one."""
         return self._rooms.current.whole
 
     @property
     def more_bytes(self) -> int:
-        """Bytes that were allocated because a program keeps gradients."""
+        """Bytes that were allocated because the user's program keeps gradients."""
         return self._rooms.more_bytes
 
     def _move_in(self) -> None:
@@ -181,7 +181,7 @@ class Bucket:
             member.arrived = False
 
     def arrive(self, member: TrackedParameter, gradient: Tensor, factor: float) -> bool:
-        """Take a contribution. Whether it was the last one that was missing."""
+        """Take a contribution; return whether it was the last one missing."""
         self.take(member, gradient, factor)
         if member.arrived:
             return False
@@ -212,15 +212,15 @@ class Bucket:
     def _hold(self, member: TrackedParameter, gradient: Tensor, factor: float) -> None:
         gradient = gradient.reshape(-1) if member.entry.order is None else member.entry.flattened(gradient)
         if member.contribution is not None:
-            gradient = torch.add(member.contribution, gradient, alpha=factor)  # the bits of a view: rounded once
+            gradient = torch.add(member.contribution, gradient, alpha=factor)  # one rounding, as `add_` into a view
         elif factor != 1.0:
             gradient = gradient * factor
         member.contribution = gradient
 
-    # ---------------------------------------------------------------- on its way
+    # ---------------------------------------------------------------- reduction
 
     def launch(self, op: str, reductions: Reductions) -> None:
-        """Start to reduce what was taken; what was not counts as zero."""
+        """Start reducing the contributions; a missing one counts as zero."""
         self.begin()
         if self.members[0].local is None or self.summed:
             self._launch_through_ring(op, reductions)
@@ -236,7 +236,7 @@ class Bucket:
     def _launch_through_ring(self, op: str, reductions: Reductions) -> None:
         first = not self.summed
         self.move(Sum.REDUCING)
-        if not self._pieces:  # cut at the first launch: in a large world they are many
+        if not self._pieces:  # cut at the first launch: a large world has many
             self._pieces = [(piece, self._runs(piece)) for piece in self.exchange.pieces(self.described)]
         for piece, runs in self._pieces:
             slot = reductions.slot(piece.numel, self.dtype)
@@ -247,18 +247,18 @@ class Bucket:
             reductions.start(self, handle, target, addend, last=piece is self._pieces[-1][0])
         for member in self.members:
             member.contribution = None
-        if not self._pieces:  # nothing has any elements
+        if not self._pieces:  # no member has any elements
             self.move(Sum.DONE)
 
     def _runs(self, piece: Piece) -> list[list[tuple[TrackedParameter | None, int, int]]]:
-        """The parts of a piece, run by run: elements of a member, or padding."""
+        """The parts of a piece as runs: elements of a member, or padding."""
         return [
             [(None if entry == PADDING else self._by_entry[entry], start, stop) for entry, start, stop in part]
             for part in piece.parts
         ]
 
     def _fill(self, slot: Tensor, parts: Sequence[Sequence[tuple[TrackedParameter | None, int, int]]]) -> Tensor | None:
-        """Copy a piece into its slot, but for this rank's own part if that can be taken from where it is."""
+        """Copy a piece into its slot, except this rank's own part if that can be read in place."""
         rank, size = self.exchange.rank, slot.numel() // len(parts)
         runs = [_run(slot, *run) for part in parts for run in part]
         if len(parts) == 1 or len(parts[rank]) > 1:
@@ -272,20 +272,20 @@ class Bucket:
         return runs[before]
 
     def complete(self) -> None:
-        """The sum is there."""
+        """The reduction is complete."""
         self.move(Sum.DONE)
         self.measure()
 
     def measure(self) -> None:
         """Take the norms of this rank's slice; its padding is zero."""
-        # In fp32: in fp64 it takes 20 times as long, and what 256 elements lose is far below what the gradient lost.
+        # In fp32: fp64 takes 20 times as long, and the error over 256 elements is far below that of a 16-bit gradient.
         wide = torch.float32 if self.dtype in (torch.float16, torch.bfloat16) else None
         rows = self.slice.view(self.norms.numel(), BLOCK)
         self.norms.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=wide))
         self.scaled, self.edited = 1.0, False
 
     def scale(self, factor: float) -> None:
-        """Multiply the sum."""
+        """Multiply the sum by `factor`."""
         self.sum.mul_(factor)
         self.scaled *= factor
 

@@ -1,8 +1,8 @@
 """Which buckets are trained, and in what order they are launched.
 
 All parameters are packed when the model is distributed: those that require a gradient together, each of the others in a
-bucket of its own. A frozen parameter has no gradient and no optimizer state; when it is unfrozen its bucket joins the
-list behind the others. The list never changes: another one takes its place, with the same buckets in it.
+bucket of its own. A frozen parameter has no gradient and no optimizer state; when it is unfrozen, its bucket is
+appended. A list is immutable: a change makes a new list of the same bucket objects.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BucketList:
     layout: ShardLayout
     """of these parameters"""
     frozen: tuple[Bucket, ...]
-    """of one parameter each"""
+    """one parameter each"""
     table: NormTable
     """the norms of the sums"""
 
@@ -37,7 +37,7 @@ class BucketList:
         """Buckets of `bucket_numel` elements for `world` ranks, which sum in groups of `group`."""
         trained = [member for member in members if member.parameter.requires_grad]
         frozen = [member for member in members if not member.parameter.requires_grad]
-        last_first = range(len(trained) - 1, -1, -1)  # gradients come so
+        last_first = range(len(trained) - 1, -1, -1)  # the order in which gradients arrive
         layout = ShardLayout.build(
             (member.entry for member in trained), world, bucket_numel=bucket_numel, group=group, order=last_first
         )
@@ -66,7 +66,7 @@ class BucketList:
         )
 
     def launched_in(self, order: Iterable[int]) -> BucketList:
-        """The list with another launch order, of places in `buckets`."""
+        """The list with another launch order, given as indices into `buckets`."""
         return replace(self, launch_order=tuple(self.buckets[place] for place in order))
 
     @property

@@ -1,4 +1,4 @@
-"""Checksums, by which ranks find out whether they have the same."""
+"""Checksums by which ranks compare tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def checksum(tensor: Tensor) -> int:
-    """Of the bits of a tensor, element by element: another one when a bit or the order changes, nearly always."""
+    """The CRC-32 of a tensor's bits in element order: it almost always changes when a bit or the order does."""
     flat = tensor.detach().reshape(-1).cpu()
     if flat.is_meta or not flat.nbytes:
         return 0

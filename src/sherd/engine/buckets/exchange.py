@@ -1,9 +1,9 @@
 """What a rank keeps of a bucket's sum, and how the ranks reduce into it.
 
-SliceExchange    the slice that this rank owns. Contributions are held as autograd made them until their bucket is
+SliceExchange    the slice that this rank owns. Contributions are held as autograd produced them until their bucket is
                  complete, then copied into a slot of the ring and reduced from there.
-WholeExchange    the same slice, and room for a whole local gradient around it: contributions can be added up in it,
-                 and are reduced where they lie. What comes after that goes through the ring.
+WholeExchange    the same slice, inside memory for a whole local gradient: contributions are added up there and reduced
+                 in place. Later ones go through the ring.
 ReplicaExchange  a whole local gradient that becomes the whole sum on every rank
 """
 
@@ -27,15 +27,14 @@ if TYPE_CHECKING:
 
 _C: Any = torch._C
 MAX_HELD = 4
-"""Rooms per bucket that are watched for becoming free again. A program that keeps more of them keeps them for long."""
+"""Rooms per bucket that may be used again. A program that keeps more than these probably keeps them for long."""
 
 
 class Room:
-    """Memory for what is kept of a bucket: `whole`, and parts of it that are used again and again.
+    """Memory for what is kept of a bucket: `whole`, and views of it that are used often.
 
-    `sum` is what is reduced into, `slice` what this rank owns of it, and `views` are the places of the members in it,
-    if they have any. The memory has a storage of its own, of which torch counts the users: more than at the beginning,
-    and it is held.
+    `sum` is the target of the reduction, `slice` the part that this rank owns, and `views` the members' views, if there
+    are any. The memory has its own storage, whose users torch counts: more than at the start means that it is held.
     """
 
     def __init__(self, whole: Tensor, sum: Tensor, slice: Tensor, views: Sequence[Tensor] = ()) -> None:
@@ -47,7 +46,7 @@ class Room:
         self._ours = self._users()
 
     def held(self) -> bool:
-        """Whether somebody holds a part of it that was handed out."""
+        """Whether the user's program holds a view of it."""
         return self._users() > self._ours
 
     def _users(self) -> int:
@@ -55,7 +54,7 @@ class Room:
 
 
 class Rooms:
-    """The rooms of one bucket. `make` allocates one more."""
+    """The rooms of one bucket. `make` allocates another."""
 
     def __init__(self, first: Room, make: Callable[[], Room]) -> None:
         self._first = first
@@ -64,7 +63,7 @@ class Rooms:
         self.current = first
 
     def choose(self) -> Room:
-        """A room that nobody holds, for the next gradient; the first one if possible, where peers may read in place."""
+        """A room that is not held, for the next gradient; the first if possible, since peers may read it in place."""
         rooms = [self._first, *self._more]
         self.current = next((room for room in rooms if not room.held()), None) or self._make()
         others = [room for room in self._more if room is not self.current and room.held()]
@@ -75,15 +74,15 @@ class Rooms:
 
     @property
     def more_bytes(self) -> int:
-        """Bytes of all but the first."""
+        """Bytes of all rooms but the first."""
         return sum(room.whole.nbytes for room in self._more)
 
 
 class Exchange(ABC):
-    """How sums are kept and reduced, of all buckets alike."""
+    """How the sums of all buckets are kept and reduced."""
 
     sum_in_slot = False
-    """Whether what is added to a sum lies in the slot that it was reduced from."""
+    """Whether the addend of a sum lies in the slot that it was reduced from."""
 
     def __init__(self, comm: Communicator, slot_numel: int, device: torch.device) -> None:
         self._comm = comm
@@ -91,10 +90,10 @@ class Exchange(ABC):
         self._slot_numel = slot_numel
         self._device = device
         self.nbytes = 0
-        """What was allocated for sums, but for what is there because a program keeps gradients."""
+        """Bytes allocated for sums, without those allocated because the user's program keeps gradients."""
 
     def take(self, buckets: Sequence[Bucket]) -> None:
-        """Keep the sums of these buckets, too."""
+        """Keep the sums of these buckets too."""
         described = [bucket.described for bucket in buckets]
         memory = self._allocate(numel_by_dtype(described, self.kept))
         self.nbytes += sum(flat.nbytes for flat in memory.values())
@@ -106,7 +105,7 @@ class Exchange(ABC):
         return self.largest(bucket.described) * ITEMSIZE[bucket.described.dtype]
 
     def another_room(self, bucket: Bucket) -> Room:
-        """Memory of this rank's own, for a bucket whose memory a program keeps."""
+        """Private memory for a bucket whose memory the user's program keeps."""
         numel, dtype = self.kept(bucket.described), bucket.dtype
         return self.room(bucket, torch.zeros(numel, dtype=dtype, device=self._device))
 
@@ -122,20 +121,20 @@ class Exchange(ABC):
         """This memory as a room for a bucket."""
 
     def reduce_in_place(self, bucket: Bucket, op: str) -> Handle:
-        """Reduce this rank's whole gradient, where there is one, into the sum."""
+        """Reduce this rank's whole gradient, if the exchange keeps one, into the sum."""
         return self._comm.reduce_scatter(bucket.whole, bucket.sum, op=op)
 
     def reduce(
         self, slot: Tensor, own: Tensor | None, target: Tensor, op: str, first: bool
     ) -> tuple[Handle, Tensor | None]:
-        """Reduce a slot into `target`, or, if that holds a sum already, aside: what is to be added to it."""
+        """Reduce a slot into `target`, or, if that already holds a sum, into an addend, which is returned."""
         if first:
             return self._comm.reduce_scatter(slot, target, op=op, own=own), None
         aside = torch.empty_like(target)
         return self._comm.reduce_scatter(slot, aside, op=op, own=own), aside
 
     def pieces(self, described: slicing.Bucket) -> tuple[Piece, ...]:
-        """How a bucket goes through the ring."""
+        """The pieces in which a bucket goes through the ring."""
         return cut_by_slice(described, self._slot_numel)
 
     def largest(self, described: slicing.Bucket) -> int:
@@ -171,7 +170,7 @@ class WholeExchange(Exchange):
         return slice
 
     def _allocate(self, sizes: dict[str, int]) -> dict[str, Tensor]:
-        # Where peers can read it in place, if there is such memory.
+        # In shared memory if possible, so that peers can read it in place.
         comm = self._comm
         if not (comm.shares_memory and self._device.type == "cpu"):
             return super()._allocate(sizes)

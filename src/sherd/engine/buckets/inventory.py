@@ -24,7 +24,7 @@ class Inventory:
 
     @classmethod
     def of(cls, model: nn.Module, dry: bool = False) -> Inventory:
-        """Take stock of `model`, refusing what cannot be distributed; it needs values, except for a `dry` run."""
+        """The inventory of `model`. Refuses what cannot be distributed, and meta tensors unless the run is `dry`."""
         found = list(model.named_parameters())
         for name, parameter in found:
             _check(name, parameter, dry)
@@ -39,7 +39,7 @@ class Inventory:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return next((parameter.device for parameter in self.parameters), torch.device("cpu"))
 
     @cached_property
@@ -49,11 +49,11 @@ class Inventory:
 
     @cached_property
     def by_parameter(self) -> dict[nn.Parameter, TrackedParameter]:
-        """What is known of each parameter."""
+        """The tracked parameter of each parameter."""
         return {member.parameter: member for member in self.members}
 
     def of_module(self, module: nn.Module) -> list[TrackedParameter]:
-        """The parameters that `module` has, too."""
+        """The parameters that `module` shares with this model."""
         return [self.by_parameter[p] for p in module.parameters() if p in self.by_parameter]
 
     def compare(self, comm: Communicator) -> None:

@@ -18,7 +18,7 @@ def numel_by_dtype(buckets: Iterable[Bucket], size: Callable[[Bucket], int]) -> 
 
 
 def carve(memory: Mapping[str, Tensor], buckets: Iterable[Bucket], size: Callable[[Bucket], int]) -> list[Tensor]:
-    """A part of `memory` for each bucket, one behind the other."""
+    """A part of `memory` for each bucket, in order."""
     used = dict.fromkeys(memory, 0)
     parts = []
     for bucket in buckets:
@@ -31,7 +31,7 @@ def carve(memory: Mapping[str, Tensor], buckets: Iterable[Bucket], size: Callabl
 def with_own_storage(flat: Tensor) -> Tensor:
     """The same memory as a tensor whose storage is no larger than itself.
 
-    Whoever saves or copies a view takes the whole storage: `torch.save` of one layer would write the whole model.
+    Saving or copying a view takes the whole storage: `torch.save` of one layer would write the whole model.
     """
     if flat.is_meta:
         return flat  # there is nothing to save

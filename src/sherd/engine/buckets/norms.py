@@ -1,9 +1,9 @@
-"""Gradient norms that do not depend on who owns what.
+"""Gradient norms that do not depend on which rank owns what.
 
-A norm is a sum over blocks: the norm of each block is taken by its owner, all owners' are gathered, and every rank adds
-their squares in block order in fp64. The same blocks in the same order give the same bits, whatever the cut.
+A norm is a sum over blocks: each owner computes the norms of its blocks, they are gathered, and every rank adds their
+squares in block order in fp64. The same blocks in the same order give the same bits, wherever the slices are cut.
 
-Block norms also find NaN and infinity at the cost of one pass over the gradient while it is still in the cache.
+Block norms also detect NaN and infinity, at the cost of one pass over the gradient while it is still in the cache.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from sherd.layout.placement import BLOCK, padded
 
 
 class NormTable:
-    """The block norms of what this rank owns of `buckets`, which take them, and the norm of everybody's.
+    """The block norms of this rank's part of `buckets`, and the norm over all ranks.
 
-    `parameters` has the members of the buckets in the order in which their blocks are added.
+    The buckets fill in the block norms. `parameters` lists their members in the order in which blocks are added.
     """
 
     def __init__(self, buckets: Sequence[Bucket], parameters: Sequence[TrackedParameter], world: int) -> None:
         blocks = [bucket.described.slice_numel // BLOCK for bucket in buckets]
         self.norms = torch.zeros(sum(blocks), dtype=torch.float64)
         for bucket, part in zip(buckets, torch.split(self.norms, blocks), strict=True):
-            if hasattr(bucket, "norms"):  # it was in another table
+            if hasattr(bucket, "norms"):  # it was in an earlier table
                 part.copy_(bucket.norms)
             bucket.norms = part
         self._buckets, self._parameters, self._world = buckets, parameters, world
@@ -39,13 +39,13 @@ class NormTable:
         """The 2-norm of the whole gradient, the same bits on every rank. Collective."""
         with comm.counters.agreeing():
             everybody = comm.all_gather(self.norms).wait()
-        # cumsum adds one after the other; sum() does not, and its order depends on the number of threads.
+        # cumsum adds in order; sum() does not, and its order depends on the number of threads.
         squares = everybody[self._order].square_()
         return float(squares.cumsum(0)[-1].sqrt()) if squares.numel() else 0.0
 
     @cached_property
     def _order(self) -> Tensor:
-        """Where each block of each parameter lies in the owners' tables, laid end to end."""
+        """The index of each block of each parameter in the owners' concatenated tables."""
         starts, total = {}, 0
         for bucket in self._buckets:
             starts[bucket] = total
@@ -65,5 +65,5 @@ class NormTable:
 
 
 def squares(bucket: Bucket, left: float) -> Tensor:
-    """The squared norms of this rank's blocks of a bucket, as they would be had clipping not `left` only a part."""
+    """The squared norms of this rank's blocks of a bucket before clipping, which kept the fraction `left` of it."""
     return bucket.norms.square() * (bucket.scaled / left) ** 2

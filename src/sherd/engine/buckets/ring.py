@@ -1,4 +1,4 @@
-"""A small ring of slots from which pieces of buckets are reduced, and the reductions under way."""
+"""A small ring of slots from which pieces of buckets are reduced, and the reductions in flight."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ SLOTS = 4
 161 ms with two slots, 154 with four and no less with more."""
 MAX_UNDER_WAY = 32
 MAX_ON_THE_WAY = 2 * SLOTS
-"""Of those that went through the ring. Their slots are free while partial sums of them still cross a network, in memory
-of the communicator's."""
+"""The limit for reductions through the ring. Their slots are free again while partial sums still cross the network, in
+the communicator's memory."""
 
 
 class Ring:
     """Slots of `nbytes` each, used in turn. On a host they are memory from which peers read in place.
 
-    They are allocated by the first `take`, which all ranks make together: some training never needs them. A slot is
-    *lent* to the reduction that reads it, and free when that has released it.
+    They are allocated by the first `take`, which all ranks make together, since some training never needs them. A slot
+    is *lent* to the reduction that reads it, and free when the reduction has released it.
     """
 
     def __init__(self, comm: Communicator, nbytes: int, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class Ring:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots that exist."""
+        """Bytes of all allocated slots."""
         return sum(slot.numel() for slot in self._slots)
 
     def take(self, numel: int, dtype: torch.dtype, wait_for: Callable[[Handle], None]) -> Tensor:
@@ -52,12 +52,12 @@ class Ring:
         return self._slots[self._next][: numel * dtype.itemsize].view(dtype)
 
     def lend(self, handle: Handle) -> None:
-        """The slot that was taken belongs to `handle` until that has released it."""
+        """Lend the slot last taken to `handle` until it is released."""
         self._lent[self._next] = handle
         self._next = (self._next + 1) % SLOTS
 
     def done(self, handle: Handle) -> None:
-        """A reduction is complete: nothing of it is kept, least of all the tensor that it wrote."""
+        """A reduction is complete: drop its handle, and with it the tensor that it wrote."""
         for slot, reader in enumerate(self._lent):
             if reader is handle:
                 self._lent[slot] = None
@@ -69,7 +69,7 @@ class Ring:
 
 
 class Reduction(NamedTuple):
-    """A reduction under way. `addend` is added to `target` when it is complete; without one it went there straight."""
+    """A reduction in flight. An `addend` is added to `target` at the end; without one, the sum is already there."""
 
     bucket: Bucket
     handle: Handle
@@ -79,7 +79,7 @@ class Reduction(NamedTuple):
 
 
 class Reductions:
-    """The reductions of one model that are under way, the oldest first."""
+    """The reductions of one model that are in flight, oldest first."""
 
     def __init__(self, comm: Communicator, exchange: Exchange, device: torch.device) -> None:
         self._comm = comm
@@ -89,24 +89,24 @@ class Reductions:
         self._under_way: deque[Reduction] = deque()
 
     def fit(self, buckets: Iterable[Bucket]) -> None:
-        """Have slots that are large enough for these buckets. Nothing is under way."""
+        """Make the slots large enough for these buckets. Nothing may be in flight."""
         largest = max((self._exchange.slot_bytes(bucket) for bucket in buckets), default=0)
         if largest > self.ring.slot_bytes:
             self.ring = Ring(self._comm, largest, self._device)
 
     def slot(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A slot to fill, and then to lend to its reduction."""
+        """A slot to fill and then lend to its reduction."""
         while len(self._under_way) >= MAX_ON_THE_WAY:
             self._complete_oldest()
         return self.ring.take(numel, dtype, self._release)
 
     def start(self, bucket: Bucket, handle: Handle, target: Tensor, addend: Tensor | None, last: bool) -> None:
-        """A reduction was started, the `last` one of its bucket or not."""
+        """Add a reduction that was started; `last` marks the last one of its bucket."""
         self._under_way.append(Reduction(bucket, handle, target, addend, last))
         self._complete_done()
 
     def settle(self) -> None:
-        """Complete every reduction that is under way."""
+        """Complete every reduction in flight."""
         while self._under_way:
             self._complete_oldest()
 
@@ -120,7 +120,7 @@ class Reductions:
             self._complete_done()
 
     def _complete_done(self) -> None:
-        # Sums are used while they are in the cache, and peers need not wait for what this rank can read already.
+        # Early, so that sums are used while in the cache and peers do not wait for what this rank can already read.
         while self._under_way and (self._under_way[0].handle.done() or len(self._under_way) > MAX_UNDER_WAY):
             self._complete_oldest()
 

@@ -1,4 +1,4 @@
-"""What is known of one parameter."""
+"""One parameter as the engine tracks it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Use(enum.Enum):
-    """Whether a parameter is trained. One that is stays so, whatever `requires_grad` says later."""
+    """Whether a parameter is trained. Once trained, it stays so, whatever `requires_grad` says later."""
 
     FROZEN = "frozen"
     TRAINED = "trained"
@@ -34,19 +34,19 @@ class Look(NamedTuple):
 
 
 class TrackedParameter:
-    """One parameter: what it is, where it lies, and what has become of its gradient."""
+    """One parameter: what it is, where it is stored, and the state of its gradient."""
 
     bucket: Bucket
     position: int
-    """Its place among the members of its bucket."""
+    """Its index among the members of its bucket."""
     offset: int
     """Where it begins in its bucket."""
     home: Tensor
-    """Its place in the store as this rank sees it: its `parameter.data`."""
+    """Its memory in the store as this rank sees it: its `parameter.data`."""
     original: Tensor
-    """Its place in the store where updates are made."""
+    """Its memory in the store where updates are made."""
     seen: Look
-    """What it looked like after the last legitimate change."""
+    """Its look after the last legitimate change."""
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name = name
@@ -54,17 +54,17 @@ class TrackedParameter:
         self.entry = Entry(name, tuple(parameter.shape), dtype_name(parameter), order=memory_order(parameter))
         self.use = Use.FROZEN
         self.used = False
-        """Whether it has a gradient, on whichever rank."""
+        """Whether it has a gradient on any rank."""
         self.used_here = False
-        """Whether autograd made a gradient of it on this rank since the ranks last agreed on what was used."""
+        """Whether autograd computed its gradient on this rank since the ranks last agreed on what was used."""
         self.arrived = False
-        """Whether it did so in the round under way."""
+        """Whether it did so in the current round."""
         self.contribution: Tensor | None = None
-        """This rank's gradient, flat, until its bucket is launched; where it is not added up in `local`."""
+        """This rank's flat gradient until its bucket is launched, if it is not added up in `local`."""
         self.late: Tensor | None = None
-        """What arrived after its bucket was launched."""
+        """The gradient that arrived after its bucket was launched."""
         self.local: Tensor | None = None
-        """Its place in this rank's whole gradient, where there is room for one."""
+        """Its view of this rank's whole gradient, where the exchange keeps one."""
         self.filled = False
         """Whether `local` has a contribution."""
 
@@ -73,11 +73,11 @@ class TrackedParameter:
 
     @property
     def flattened(self) -> Tensor:
-        """The parameter element by element, in the order in which every rank has it in memory."""
+        """The parameter, flat, in the memory order that all ranks share."""
         return self.entry.flattened(self.parameter.detach())
 
     def segments(self) -> Iterator[Segment]:
-        """What each owner has of it."""
+        """The part that each owner has."""
         return self.bucket.described.segments_of(self.position)
 
     def shaped_in(self, whole: Tensor) -> Tensor:
@@ -85,6 +85,6 @@ class TrackedParameter:
         return self.entry.shaped(whole[self.offset : self.offset + self.entry.numel])
 
     def forget(self) -> None:
-        """There is no gradient any more."""
+        """Drop the gradient."""
         self.used = self.used_here = self.filled = False
         self.contribution = self.late = None

@@ -1,1 +1,1 @@
-"""What must be the same on every rank, and how a difference is found and named."""
+"""What must be the same on every rank, and the errors that name a difference."""

@@ -1,9 +1,9 @@
-"""What ranks tell each other at the end of a round, in one small sum.
+"""What ranks report to each other at the end of a round, in one small all-reduce.
 
-Some of it none of them knows alone: which parameters were used anywhere, whether every sum is finite, what all
-contributions weigh together, which buckets have late gradients, whether somebody edited a parameter. The rest must be
-the same everywhere, and is not if the ranks' programs have come apart: the step, the backwards in its gradient, the
-optimizer's hyper-parameters, which parameters require a gradient.
+Some of it no rank knows alone: which parameters were used on any rank, whether every sum is finite, the sum of all
+weights, which buckets have late gradients, whether any rank edited a parameter. The rest differs only if the ranks are
+out of sync: the step, the backwards in its gradient, the optimizer's hyper-parameters, which parameters require a
+gradient.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Settings = list[dict[str, Any]]
 """An optimizer's hyper-parameters, group by group."""
 
 _TRAINABLE = float(1 << 24)
-"""How many ranks require a gradient of an entry is counted in units of this, on top of how many have used it."""
+"""One number counts the ranks that used an entry, plus this for each rank on which it requires a gradient."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank says."""
+    """What one rank reports."""
 
     step: int
     backwards: int
-    """how many are in the gradient"""
+    """the number of backwards in the gradient"""
     settings: int
     """a hash of the optimizer's hyper-parameters, below 2**20"""
     finite: bool
@@ -57,7 +57,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks say together."""
+    """The combined reports of all ranks."""
 
     finite: bool
     weight: float
@@ -79,7 +79,7 @@ def report(
     edited: bool,
     late: Iterable[Bucket],
 ) -> Report:
-    """What this rank says about its gradient."""
+    """This rank's report on its gradient."""
     late = set(late)
     with bypass_torch_function():
         trainable = [member.parameter.requires_grad for member in buckets.parameters]
@@ -98,21 +98,21 @@ def report(
 
 
 def take_over(agreed: Agreement, buckets: BucketList, gradient: Gradient, world: int) -> None:
-    """Take over what all ranks say."""
+    """Apply what the ranks agreed on."""
     gradient.finite = agreed.finite
     gradient.weights.agreed(agreed.weight, agreed.weighing, world)
     for member, used in zip(buckets.parameters, agreed.used, strict=True):
         member.used |= used
-        member.used_here = False  # who drops a gradient now must not find it used again
+        member.used_here = False  # or the parameter would count as used again after zero_grad()
 
 
 def _finite(norms: Tensor) -> bool:
-    # The sum is faster than a test of each; where it is not finite, squaring may be the reason.
+    # The dot product is faster than a test of each norm; it can overflow even if all norms are finite.
     return math.isfinite(float(torch.dot(norms, norms))) or bool(torch.isfinite(norms).all())
 
 
 def settings_of(optimizer: Optimizer) -> Settings:
-    """Group by group, what can be compared: numbers and words, and how many parameters there are."""
+    """The comparable settings of each group: numbers, strings, and the number of parameters."""
     return [
         {name: _comparable(value) for name, value in group.items() if name not in ("params", "param_names")}
         | {"parameters": len(group["params"])}
@@ -121,12 +121,12 @@ def settings_of(optimizer: Optimizer) -> Settings:
 
 
 def hash_of(settings: Settings) -> int:
-    """A number below 2**20 that tells settings apart, nearly always."""
+    """A number below 2**20 that almost always differs for different settings."""
     return zlib.crc32(repr(settings).encode()) >> 12
 
 
 def agree(comm: Communicator, report: Report, buckets: BucketList) -> Agreement:
-    """Sum the ranks' reports; raise if their programs have come apart. Collective."""
+    """Sum the ranks' reports; raise if the ranks are out of sync. Collective."""
     known = [float(not report.finite), report.weight, float(report.weighed), float(report.edited)]
     common = [float(number) for number in (report.step, report.backwards, report.settings)]
     entries = [_TRAINABLE * can + has for can, has in zip(report.trainable, report.used, strict=True)]
@@ -145,10 +145,10 @@ def agree(comm: Communicator, report: Report, buckets: BucketList) -> Agreement:
 
 
 def agree_on_edits(comm: Communicator, buckets: BucketList, seen: int, assigned: Sequence[str], step: int) -> bool:
-    """Whether gradients that were edited are finite everywhere; raise if ranks edited them differently. Collective.
+    """Whether edited gradients are finite on all ranks; raise if ranks edited them differently. Collective.
 
-    `seen` is a hash of what this rank saw of them afterwards, below 2**20; `assigned` names those that were not edited
-    in place but set, as `p.grad = ...` does.
+    `seen` is a hash below 2**20 of the edited gradients on this rank; `assigned` names those that were set, as
+    `p.grad = ...` does, and not edited in place.
     """
     finite = _finite(buckets.table.norms)
     mine = torch.tensor([float(not finite), float(seen), float(seen) ** 2], dtype=torch.float64)
@@ -167,19 +167,19 @@ def _edited_apart(comm: Communicator, seen: int, assigned: Sequence[str], step: 
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         what = (
             f"p.grad of {names[0]!r}{others} was set to different values on rank 0 and rank {rank}; all ranks must set "
-            f"the same: average it over the ranks first, by torch.distributed.all_reduce(gradient, "
+            f"the same: average it over the ranks first with torch.distributed.all_reduce(gradient, "
             f"op=torch.distributed.ReduceOp.AVG), and draw noise from the same seed"
         )
     else:
         what = (
-            f"p.grad was edited in place differently on rank 0 and rank {rank}; edit it alike on all ranks, by numbers "
-            f"that all of them have (to clip, sherd.clip_grad_norm_ and clip_norm= give the same bits everywhere)"
+            f"p.grad was edited in place differently on rank 0 and rank {rank}; make the same edits on every rank, "
+            f"with the same numbers (to clip, sherd.clip_grad_norm_ and clip_norm= give the same bits on all ranks)"
         )
     return Diverged(f"before step {step} {what}", ranks=(0, rank))
 
 
 def _same(total: float, squares: float, world: int) -> bool:
-    """Whether numbers are all the same: exactly if the square of their sum is their count times the squares' sum."""
+    """Whether all numbers are equal: true exactly if the squared sum is the count times the sum of squares."""
     return total * total == world * squares
 
 
@@ -189,15 +189,15 @@ def _apart(comm: Communicator, report: Report) -> Diverged:
     if step != other_step:
         what = (
             f"rank 0 is in step {step} and rank {rank} in step {other_step}; take the same steps on every rank, and "
-            f"let all of them decide together where one is skipped"
+            f"decide on all ranks together whether to skip one"
         )
     else:
         what = (
             f"in step {step} the gradient has {backwards} backwards on rank 0 and {other_backwards} on rank {rank}; "
-            f"call backward and zero_grad alike on every rank (one without data can weigh nothing: "
+            f"call backward and zero_grad equally often on every rank (a rank without data can call "
             f"sherd.weigh(model, 0))"
         )
-    return Diverged(f"the ranks have come apart: {what}", ranks=(0, rank))
+    return Diverged(f"the ranks are out of sync: {what}", ranks=(0, rank))
 
 
 def _compare_trainable(comm: Communicator, report: Report, counts: Sequence[float], buckets: BucketList) -> None:
@@ -208,18 +208,18 @@ def _compare_trainable(comm: Communicator, report: Report, counts: Sequence[floa
             name = buckets.parameters[entry].name
             raise Diverged(
                 f"step {report.step}: parameter {name!r} requires a gradient on rank {yes} and not on rank {no}; set "
-                f"requires_grad alike on every rank",
+                f"the same requires_grad on every rank",
                 ranks=(yes, no),
             )
 
 
 def _comparable(value: Any) -> Any:
-    """The value, if it means the same in another process; an object of some other kind counts as its type."""
+    """The value, if it means the same in another process; any other object counts as its type."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else "Tensor"
     if isinstance(value, tuple | list):
         return [_comparable(item) for item in value]
     if value is None or isinstance(value, bool):
         return value
-    # Of a subclass, such as an enum's or numpy's, what it is to those who know only the class above.
+    # A value of a subclass, such as an enum or a numpy scalar, counts as its plain Python value.
     return next((kind(value) for kind in (int, float, str) if isinstance(value, kind)), type(value).__name__)

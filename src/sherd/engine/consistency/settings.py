@@ -1,7 +1,7 @@
 """An optimizer's hyper-parameters, which must be the same on all ranks at every step.
 
-They seldom differ by accident: a schedule that follows each rank's own loss is enough, and so is a rank that leaves a
-loop early, and takes the next step of its schedule while the others are still in the loop.
+Typical causes of a difference are a schedule that follows each rank's own loss, and a rank that leaves a loop early and
+advances its schedule while the others are still in the loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sherd.engine.consistency.agreement import Settings, settings_of
 from sherd.errors import Diverged
 
 Schedules = list[tuple[str, int]]
-"""The classes of an optimizer's schedulers, and how many steps each has taken."""
+"""The classes of an optimizer's schedulers, and the number of steps that each has taken."""
 
 _MEAN = "torch.distributed.all_reduce({}, op=torch.distributed.ReduceOp.AVG)"
 
@@ -26,7 +26,7 @@ _MEAN = "torch.distributed.all_reduce({}, op=torch.distributed.ReduceOp.AVG)"
 def compare_optimizers(
     comm: Communicator, optimizer: Optimizer, members: Sequence[TrackedParameter], step: int | None = None
 ) -> None:
-    """Refuse optimizers that differ between the ranks, in a step or at the start. Collective."""
+    """Refuse optimizers that differ between ranks, in a step or at the start. Collective."""
     names = {id(member.parameter): member.name for member in members}
     groups = settings_of(optimizer)
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
@@ -38,14 +38,14 @@ def compare_optimizers(
     what, scheduled = _difference(kind, groups, other_kind, others, rank)
     when = "at sherd.distribute" if step is None else f"in step {step}"
     if step is None or not scheduled:
-        raise Diverged(f"{when} the ranks' optimizers differ: {what}; use the same on every rank", (0, rank))
+        raise Diverged(f"{when} the ranks' optimizers differ: {what}; use the same settings on every rank", (0, rank))
     with comm.counters.agreeing():
         schedules = comm.all_gather_object(_schedules_of(optimizer))
     raise Diverged(f"{when} {_cause(schedules[0], schedules[rank], rank, what)}", (0, rank))
 
 
 def _difference(kind: str, groups: Settings, other_kind: str, others: Settings, rank: int) -> tuple[str, bool]:
-    """What differs first, and whether it is a value that a schedule may have set."""
+    """The first difference, and whether it is a value that a schedule may have set."""
     if kind != other_kind:
         return f"rank 0 has {kind} where rank {rank} has {other_kind}", False
     if len(groups) != len(others):
@@ -59,15 +59,15 @@ def _difference(kind: str, groups: Settings, other_kind: str, others: Settings, 
 
 
 def _schedules_of(optimizer: Optimizer) -> Schedules:
-    """The schedulers of an optimizer, which does not know them. Slow, for errors only."""
-    # By their type: to ask an object itself what it is may run code of whoever made it.
+    """The schedulers of an optimizer, which has no reference to them. Slow, for errors only."""
+    # type() and not isinstance(), which may run an object's own code.
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler)]
     own = [each for each in found if getattr(each, "optimizer", None) is optimizer]
     return sorted((type(each).__name__, int(getattr(each, "last_epoch", 0))) for each in own)
 
 
 def _cause(first: Schedules, other: Schedules, rank: int, what: str) -> str:
-    """Why hyper-parameters differ on rank 0 and `rank`, as far as their schedulers tell, and what to do about it."""
+    """Why hyper-parameters differ on rank 0 and `rank`, judging by their schedulers, and the fix."""
     differ = [(one, two) for one, two in zip(first, other, strict=False) if one != two and one[0] == two[0]]
     if differ:
         (name, taken), (_, others) = differ[0]
@@ -75,18 +75,18 @@ def _cause(first: Schedules, other: Schedules, rank: int, what: str) -> str:
         return (
             f"rank {ahead} is ahead of rank {behind} in its schedule: its {name} has taken {most} steps, that of rank "
             f"{behind} {least}, so the ranks' optimizers differ ({what}). A rank that leaves a loop early, by its own "
-            f"loss or KL, goes on while the others are still in it; let all ranks decide together: "
+            f"loss or KL, runs ahead of the others; let all ranks decide together: "
             f"{_MEAN.format('kl')} before `if kl > target_kl: break`"
         )
     if any(name == ReduceLROnPlateau.__name__ for name, _ in first):
         return (
-            f"the ranks' optimizers differ: {what}, since the ReduceLROnPlateau of each rank follows a metric of its "
-            f"own; give all of them the mean: {_MEAN.format('metric')} before scheduler.step(metric)"
+            f"the ranks' optimizers differ: {what}, since the ReduceLROnPlateau of each rank follows its own metric; "
+            f"give all of them the mean: {_MEAN.format('metric')} before scheduler.step(metric)"
         )
     return (
-        f"the ranks' optimizers differ: {what}. A schedule that follows a rank's own loss or KL does that, and so does "
-        f"a rank that leaves a loop early and is ahead in its schedule; let all ranks decide together, by the mean "
-        f"over them: {_MEAN.format('value')}"
+        f"the ranks' optimizers differ: {what}. The cause may be a schedule that follows a rank's own loss or KL, or "
+        f"a rank that leaves a loop early and is ahead in its schedule; let all ranks decide together, by their mean: "
+        f"{_MEAN.format('value')}"
     )
 
 
@@ -99,6 +99,6 @@ def compare_unfrozen(comm: Communicator, members: Sequence[TrackedParameter], st
         only = sorted(set(everybody[rank]) ^ set(everybody[0]))
         raise Diverged(
             f"before step {step} rank 0 and rank {rank} unfroze different parameters: {only} on one of them only; set "
-            f"requires_grad alike on every rank",
+            f"the same requires_grad on every rank",
             ranks=(0, rank),
         )

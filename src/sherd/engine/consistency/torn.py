@@ -1,4 +1,4 @@
-"""An update that failed in the middle: what it left behind must not be used before both halves were loaded anew."""
+"""An update that failed halfway: parameters and optimizer state must not be used before both are loaded again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sherd.errors import SherdError
 
 
 class Torn:
-    """Refuses what would use parameters or optimizer state of which only a part was updated."""
+    """Refuses to use parameters or optimizer state that were only partly updated."""
 
     def __init__(self, inventory: Inventory, rank: int, has_optimizer: bool) -> None:
         self._model = inventory.model
@@ -26,8 +26,8 @@ class Torn:
         self._hooks: list[Any] = []
 
     def tear(self, step: int, error: BaseException) -> None:
-        """The update of this step failed after it had begun."""
-        self._why = f"the update of step {step} failed in the middle ({type(error).__name__}: {error})"
+        """The update of this step failed after it had started."""
+        self._why = f"the update of step {step} failed halfway ({type(error).__name__}: {error})"
         self._parameters_left = {id(parameter) for parameter in self._parameters}
         self._optimizer_left = self._has_optimizer
         if not self._hooks:
@@ -41,7 +41,7 @@ class Torn:
             self._hooks = [module.register_forward_pre_hook(refuse) for module in self._model.modules()]
 
     def refuse(self, what: str) -> None:
-        """Raise if `what` would use what is torn."""
+        """Raise if there is torn state, which `what` would use."""
         if self._why:
             raise SherdError(
                 f"rank {self._rank}: {what} is refused: {self._why}, so parameters and optimizer state are only partly "
@@ -49,12 +49,12 @@ class Torn:
             )
 
     def loaded(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """These parameters have new values on all ranks; whether that was the last thing that was missing."""
+        """These parameters were loaded on all ranks; return whether nothing is torn any more."""
         self._parameters_left.difference_update(map(id, parameters))
         return self._mend()
 
     def loaded_optimizer(self) -> bool:
-        """So has the optimizer's state."""
+        """The optimizer's state was loaded; return whether nothing is torn any more."""
         self._optimizer_left = False
         return self._mend()
 

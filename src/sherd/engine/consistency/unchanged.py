@@ -1,9 +1,9 @@
-"""Parameters that a program changes by itself, and what of that the ranks must have in common.
+"""Edits that the program makes to parameters, and which of them must be the same on all ranks.
 
-A rank may write into its parameters by whatever route: `p.data`, `p.data = x`, `torch.no_grad`, `nn.init`, numpy. Where
-every rank has a copy that it updates itself, an edit is the rank's own affair, as in plain torch. Where ranks share a
-copy or keep parts of one, they compare what they wrote before the next update: the same edit everywhere is kept, any
-other is an error. What no comparison can mend is refused at once: another dtype, another object.
+A rank may write into its parameters in any way: `p.data`, `p.data = x`, `torch.no_grad`, `nn.init`, numpy. Where every
+rank has and updates its own copy, ranks may edit it differently, as in plain torch. Where ranks share a copy or keep
+parts of one, they compare what they wrote before the next update: the same edit on all ranks is kept, any other is an
+error. A new dtype, or another object in place of a parameter, is refused at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sherd.errors import Diverged, SherdError
 
 
 class Unchanged:
-    """Knows what parameters looked like after the last legitimate change."""
+    """Records the look of parameters after the last legitimate change."""
 
     def __init__(self, comm: Communicator, inventory: Inventory, store: ParameterStore, checksums: bool) -> None:
         self._comm = comm
@@ -37,32 +37,32 @@ class Unchanged:
         """Whether edits must be the same on all ranks before the next update."""
         self._checksums = checksums and not store.sees_all_edits
         self.lent: set[TrackedParameter] = set()
-        """Parameters that are lent to be edited: whoever lent them compares them."""
+        """Parameters that are lent for editing: they are compared when the edit ends."""
         self.edits: set[TrackedParameter] = set()
-        """Parameters that this rank has edited and not compared with the others' yet."""
+        """Parameters that this rank has edited and not yet compared with the other ranks."""
         self._sums: dict[TrackedParameter, int] = {}
 
     def accept(self, members: Iterable[TrackedParameter] | None = None) -> None:
-        """These parameters, or all, are as they should be."""
+        """Accept these parameters, or all, as they are now."""
         members = self._members if members is None else list(members)
         for member, look in zip(members, self._look(members), strict=True):
             member.seen = look
         self._sums.update(self._sum(members))
 
     def written(self, members: Iterable[TrackedParameter]) -> None:
-        """All ranks have taken the same values of these parameters, whatever was done to them before."""
+        """All ranks have taken the same values of these parameters, whatever edits came before."""
         members = list(members)
         self.edits.difference_update(members)
         self.accept(members)
 
     def touched(self) -> bool:
-        """Whether a parameter was changed since, as far as torch's versions and places tell."""
+        """Whether a parameter was changed since, judging by torch's versions and addresses."""
         return any(member.seen != look for member, look in zip(self._members, self._look(self._members), strict=True))
 
     def check_kinds(self) -> set[TrackedParameter]:
-        """Raise if a parameter is of another dtype or shape than before. Local, and looks at no values.
+        """Raise if the dtype or shape of a parameter has changed. Local, and reads no values.
 
-        Gives those that look different in another way.
+        Returns those that look different in another way.
         """
         different = set()
         for member, look in zip(self._members, self._look(self._members), strict=True):
@@ -72,7 +72,7 @@ class Unchanged:
         return different
 
     def check(self) -> None:
-        """Find what was edited; raise if a parameter was replaced, or is of another dtype or shape. Local."""
+        """Find what was edited; raise if a parameter was replaced, or its dtype or shape has changed. Local."""
         if any([*map(id, registry.values())] != ids for registry, ids in self._registries):
             self._check_model()
         suspects = self.check_kinds()
@@ -86,7 +86,7 @@ class Unchanged:
     # ---------------------------------------------------------------- between ranks
 
     def compare(self, when: str) -> None:
-        """Refuse edits that are not the same on all ranks, and keep the others. Collective."""
+        """Keep edits that are the same on all ranks, refuse others. Collective."""
         mine = torch.tensor([member in self.edits for member in self._members], dtype=torch.uint8)
         with self._comm.counters.agreeing():
             who = self._comm.all_gather(mine).wait().view(self._comm.world, -1)
@@ -96,7 +96,7 @@ class Unchanged:
         self.written(edited)
 
     def compare_if_any(self, when: str) -> None:
-        """The same if some rank has edits. Collective."""
+        """The same, if any rank has edits. Collective."""
         with self._comm.counters.agreeing():
             edited = self._comm.all_reduce(torch.tensor([float(bool(self.edits))])).wait()
         if edited.item():
@@ -105,8 +105,7 @@ class Unchanged:
     def compare_values(
         self, members: Sequence[TrackedParameter], when: str, who: dict[TrackedParameter, list[int]] | None = None
     ) -> None:
-        """Refuse values of these parameters that are not the same on all ranks; `who` says which ranks edited which.
-        Collective."""
+        """Refuse values of these parameters that differ between ranks; `who` names those that edited. Collective."""
         mine = torch.tensor(self._store.digests(members), dtype=torch.int64)
         with self._comm.counters.agreeing():
             everybody = self._comm.all_gather(mine).wait().view(self._comm.world, -1)
@@ -133,10 +132,10 @@ class Unchanged:
 
     @contextmanager
     def editing(self, module: nn.Module, compare: bool) -> Iterator[None]:
-        """Lend the parameters of `module` to this rank as copies of its own, then write rank 0's values back; with
-        `compare` all ranks' must be the same.
+        """Lend this rank its own copies of the parameters of `module`, then write rank 0's values back; with `compare`,
+        all ranks must have the same.
 
-        Edits inside an edit belong to the outer one, as far as it goes.
+        In nested edits, parameters of the outer edit stay with the outer one.
         """
         members = [member for member in self._inventory.of_module(module) if member not in self.lent]
         self.check()
@@ -178,19 +177,19 @@ class Unchanged:
         if (look.dtype, look.shape) != (before.dtype, before.shape):
             self._refuse(
                 member.name,
-                f"is {look.dtype} of shape {tuple(look.shape)} now, and was distributed as {before.dtype} of shape "
+                f"is now {look.dtype} of shape {tuple(look.shape)}, but was distributed as {before.dtype} of shape "
                 f"{tuple(before.shape)}",
                 "call model.to(...), or whatever resized it, before sherd.distribute",
             )
         if look.place != before.place and self._store.owns_memory and parameter.is_shared():
             self._refuse(
                 member.name,
-                "was moved into memory for other processes by share_memory(), where updates would not reach it",
+                "was moved into shared memory by share_memory(), where updates would not reach it",
                 "share a copy of the model: copy.deepcopy(model).share_memory()",
             )
 
     def _check_model(self) -> None:
-        """Some module was changed: refuse it unless the parameters are the same, as where one wraps another now."""
+        """A module was changed: refuse it unless the parameters are the same, as when one module now wraps another."""
         found = dict(self._inventory.model.named_parameters())
         names = {member.name for member in self._members}
         for name, parameter in found.items():
@@ -217,6 +216,6 @@ class Unchanged:
 
 
 def _registries(model: nn.Module) -> list[tuple[dict[str, Any], list[int]]]:
-    """Every dict of the model in which parameters or modules are registered, and the identities of what it holds."""
+    """Every dict of the model in which parameters or modules are registered, with the identities of its values."""
     registries = (registry for module in model.modules() for registry in (module._parameters, module._modules))
     return [(registry, [*map(id, registry.values())]) for registry in registries]

@@ -1,1 +1,1 @@
-"""From autograd's hook to the sum that all ranks agree on."""
+"""From autograd's hook to the sum over all ranks, and `p.grad`."""

@@ -1,9 +1,9 @@
-"""What a user sees as `p.grad`, and how what is done to it comes back into the sums.
+"""What the user sees as `p.grad`, and how changes to it get into the sums.
 
 Where every rank keeps the whole sum, `p.grad` is a view of it (`WholeAccess`). Where a rank keeps slices, it is a
-tensor that is gathered when it is used (`ShardedAccess`). What was gathered is written back before the sums are used: a
-program may have changed it, as `torch.nn.utils.clip_grad_norm_` does. Reading is collective then: a rank that reads
-alone gets an error from the communicator, which names it.
+tensor that is gathered when it is used (`ShardedAccess`). What was gathered is written back before the sums are used:
+the program may have changed it, as `torch.nn.utils.clip_grad_norm_` does. Such a read is collective: if only some ranks
+read, the communicator raises an error that names them.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ ALONE = "Under ZeRO p.grad is gathered from all ranks: read or set it on every r
 
 
 class GradAccess(ABC):
-    """`p.grad`. A member that is not `used` has none: `p.grad` is None."""
+    """`p.grad`, which is None for a member that is not `used`."""
 
     def __init__(self) -> None:
         self.seen = 0
-        """A hash, below 2**20, of gradients that were edited: ranks that did the same see the same."""
+        """A hash below 2**20 of the gradients that were edited: the same on ranks that made the same edits."""
         self.assigned: list[str] = []
-        """The parameters whose gradient was set to a tensor of the user's; for messages."""
+        """The parameters whose gradient was set to one of the user's tensors; for messages."""
         self._shown = False
 
     def follow(self, members: Iterable[TrackedParameter]) -> None:
-        """These parameters are trained from now on."""
+        """Include these parameters from now on: they are trained."""
         return
 
     def show(self, buckets: BucketList) -> None:
-        """The sums are complete and may be seen."""
+        """The sums are complete: set `p.grad`."""
         with bypass_torch_function():
             for member in buckets.parameters:
-                if member.used and member.parameter.dtype == member.bucket.dtype:  # or it was converted
+                if member.used and member.parameter.dtype == member.bucket.dtype:  # otherwise it was converted
                     member.parameter.grad = self._view(member)
         self._shown = True
 
     def hide(self, buckets: BucketList, complete: bool) -> None:
-        """A round begins: autograd must find no gradient to add to. It is not `complete` inside a window."""
+        """A round begins: take `p.grad` away, or autograd would add to it. Not `complete` inside a window."""
         before = None if self._shown else [bucket.edited for bucket in buckets.buckets]
         self.collect(buckets)
         if before is not None:
@@ -61,12 +61,12 @@ class GradAccess(ABC):
         self._take_away(buckets)
 
     def forget(self, buckets: BucketList) -> None:
-        """There is no gradient any more."""
+        """Drop the gradient."""
         self._take_away(buckets)
         self.seen, self.assigned = 0, []
 
     def collect(self, buckets: BucketList) -> None:
-        """Bring what was done to `p.grad` into the sums; the buckets that changed are `edited` then."""
+        """Apply changes of `p.grad` to the sums, and mark the buckets that changed as `edited`."""
         rewritten: dict[Bucket, dict[TrackedParameter, Tensor | None]] = {}  # what `p.grad` was set to
         for member, gradient in _grads(buckets):
             if gradient is None:
@@ -74,7 +74,7 @@ class GradAccess(ABC):
                     member.used = False
                     rewritten.setdefault(member.bucket, {})[member] = None
             elif gradient.dtype == member.bucket.dtype and not self._is_ours(member, gradient):
-                # Of another dtype: the parameter was converted, which will be refused.
+                # Another dtype: the parameter was converted, which will be refused.
                 member.used = True
                 self.assigned.append(member.name)
                 rewritten.setdefault(member.bucket, {})[member] = gradient
@@ -89,7 +89,7 @@ class GradAccess(ABC):
                 self._see(bucket, rewritten.get(bucket, {}))
 
     def suspects(self, buckets: BucketList) -> set[Bucket]:
-        """Buckets that may have been changed in a way that `collect` cannot see."""
+        """Buckets that may have been changed in a way that `collect` cannot detect."""
         return set()
 
     def _take_away(self, buckets: BucketList) -> None:
@@ -99,19 +99,19 @@ class GradAccess(ABC):
                 member.parameter.grad = None
 
     def _rewrite(self, bucket: Bucket, gradients: Mapping[TrackedParameter, Tensor | None]) -> None:
-        """Put into a sum what `p.grad` was set to. Whoever keeps what it was before shall find it so."""
+        """Write what `p.grad` was set to into the sum. A gradient that the program kept from before does not change."""
         used = [member for member in bucket.members if member.used]
         if not used:
-            bucket.drop()  # model.zero_grad(): the next gradient is the first again
+            bucket.drop()  # model.zero_grad(): the next gradient starts a new sum
             return
         if bucket.local is not Local.NONE:
             names = [member.name for member in bucket.members]
             raise SherdError(
-                f"p.grad was set while gradients of backwards in sherd.no_sync were not exchanged yet (one of {names})"
-                f"; set it after the backward outside no_sync"
+                f"p.grad was set before the gradients of backwards in sherd.no_sync were exchanged (one of {names}); "
+                f"set it after the backward outside no_sync"
             )
         for member in used:
-            member.parameter.grad = None  # or our own would look as if somebody kept them
+            member.parameter.grad = None  # otherwise our own reference would look as if the program kept it
         if bucket.summed:
             bucket.separate()
         else:
@@ -126,15 +126,15 @@ class GradAccess(ABC):
 
     @abstractmethod
     def _view(self, member: TrackedParameter) -> Tensor:
-        """What `p.grad` is to be."""
+        """The tensor to show as `p.grad`."""
 
     @abstractmethod
     def _is_ours(self, member: TrackedParameter, gradient: Tensor) -> bool:
-        """Whether `p.grad` is what was shown."""
+        """Whether `gradient` is the tensor that was shown as `p.grad`."""
 
     @abstractmethod
     def _changed(self, buckets: BucketList) -> set[Bucket]:
-        """Bring what was changed in place into the sums; the buckets of that."""
+        """Apply in-place changes to the sums; return the buckets that changed."""
 
     @abstractmethod
     def _put(self, member: TrackedParameter, gradient: Tensor | None) -> None:
@@ -142,7 +142,7 @@ class GradAccess(ABC):
 
     @abstractmethod
     def _see(self, bucket: Bucket, set_to: Mapping[TrackedParameter, Tensor | None]) -> None:
-        """Note what this rank sees of a bucket that was changed; `set_to` is what `p.grad` was set to in it."""
+        """Hash what this rank sees of a changed bucket; `set_to` has the new `p.grad` of those that were set."""
 
 
 def _grads(buckets: BucketList) -> list[tuple[TrackedParameter, Tensor | None]]:
@@ -173,11 +173,11 @@ class WholeAccess(GradAccess):
         self._note(buckets)
 
     def suspects(self, buckets: BucketList) -> set[Bucket]:
-        # `p.grad.data.mul_(2)` writes into the sum and leaves no version to go by.
+        # `p.grad.data.mul_(2)` writes into the sum without changing a version.
         return {bucket for bucket in buckets.buckets if bucket.summed}
 
     def _view(self, member: TrackedParameter) -> Tensor:
-        return _local(member).detach()  # another one each time: who keeps it holds on to the memory
+        return _local(member).detach()  # a new one each time: as long as it is kept, so is the memory
 
     def _is_ours(self, member: TrackedParameter, gradient: Tensor) -> bool:
         return gradient.layout is torch.strided and gradient.is_set_to(_local(member))
@@ -199,7 +199,7 @@ class WholeAccess(GradAccess):
 
 
 def _local(member: TrackedParameter) -> Tensor:
-    assert member.local is not None, "every rank has room for the whole gradient"
+    assert member.local is not None, "every rank has memory for the whole gradient"
     return member.local
 
 
@@ -230,7 +230,7 @@ class ShardedAccess(GradAccess):
         return member.shaped_in(self._gathered[bucket])
 
     def scale(self, member: TrackedParameter, how: str, by: tuple[Any, ...]) -> bool:
-        """Scale this rank's part of a gradient, if it was not gathered."""
+        """Scale this rank's part of a gradient; return False if it was gathered, and so must be scaled as a whole."""
         if member.bucket in self._gathered or not member.bucket.summed:
             return False
         for own, _ in self._own(member):
@@ -263,16 +263,16 @@ class ShardedAccess(GradAccess):
             self._gathered.pop(bucket, None)
 
     def _let_go(self, members: Iterable[TrackedParameter]) -> None:
-        """These gradients are over. Those that a program keeps stay what they are; it may read them later."""
+        """Release these gradients. Those that the program keeps retain their values and may be read later."""
         for member in list(members):
             view = self._views.get(member)
-            # Ours are the dict, the name, and what getrefcount itself is given.
+            # Our own three references are the dict, `view`, and the argument of getrefcount.
             if view is not None and (sys.getrefcount(view) > 3 or view._use_count() > 1):  # type: ignore[attr-defined]
                 del self._views[member]
                 view.keep(self._reader(member))
 
     def _reader(self, member: TrackedParameter) -> Any:
-        """What reads the gradient of now, later. Holding it keeps its memory from being used for the next one."""
+        """A function that reads the present gradient later. While it exists, the memory is not reused."""
         if member.bucket in self._gathered:
             whole = member.shaped_in(self._gathered[member.bucket])
             return lambda: whole
@@ -287,7 +287,7 @@ class ShardedAccess(GradAccess):
         return read
 
     def _changed(self, buckets: BucketList) -> set[Bucket]:
-        for bucket, whole in self._gathered.items():  # p.grad.data.clamp_() leaves no version to go by
+        for bucket, whole in self._gathered.items():  # p.grad.data.clamp_() changes no version
             bucket.slice.copy_(whole.view(self._comm.world, -1)[self._comm.rank])
         return {*self._gathered, *self._scaled}
 
@@ -311,7 +311,7 @@ class ShardedAccess(GradAccess):
             own.copy_(own.new_zeros(()) if flat is None else flat[start : start + own.numel()])
 
     def _own(self, member: TrackedParameter) -> Iterable[tuple[Tensor, int]]:
-        """This rank's parts of a gradient, and where each begins in it."""
+        """This rank's parts of a gradient, with their offsets."""
         for segment in member.segments():
             if segment.owner == self._comm.rank:
                 yield member.bucket.slice[segment.offset : segment.offset + segment.numel], segment.region.start

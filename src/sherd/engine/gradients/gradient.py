@@ -1,4 +1,4 @@
-"""The gradient of a model as one thing: how much of it there is, what its contributions weigh, and its norm."""
+"""The gradient of a whole model: its accumulation window, the weights of its contributions, and its norm."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from sherd.errors import ConfigError
 
 
 class Filling(enum.Enum):
-    """What a window holds of its gradient."""
+    """The state of a window's gradient."""
 
     BETWEEN = "between two gradients"
     FILLING = "being filled"
-    """there are backwards to come, so there is no gradient to be seen yet"""
+    """more backwards follow, so the gradient is not visible yet"""
     WHOLE = "whole"
 
 
 class Window:
-    """`length` calls of `step()`, of which the last one is real."""
+    """`length` calls of `step()`, of which only the last is real."""
 
     def __init__(self, length: int) -> None:
         self.length = length
         self.state = Filling.BETWEEN
         self._position = 0
         self.holding = False
-        """Whether a backward is said not to be the last of its step."""
+        """Whether the user said that a backward is not the last of its step."""
 
     def backward(self) -> None:
         """A backward begins."""
@@ -39,35 +39,35 @@ class Window:
 
     @property
     def complete(self) -> bool:
-        """Whether the gradient may be seen: inside a window there is none yet, as there is no step yet."""
+        """Whether the gradient is visible: inside a window it is not complete yet."""
         return self.state is not Filling.FILLING
 
     @property
     def open(self) -> bool:
-        """Whether the last `step()` was not a real one: what follows belongs to the same gradient."""
+        """Whether the last `step()` was not real: the next backward belongs to the same gradient."""
         return self._position > 0
 
     @property
     def last(self) -> bool:
-        """Whether the next `step()` will be the real one."""
+        """Whether the next `step()` is the real one."""
         return self._position == self.length - 1
 
     def advance(self) -> bool:
-        """Count a `step()`: whether it is the real one."""
+        """Count a `step()`; return whether it is the real one."""
         self._position = (self._position + 1) % self.length
         self.state = Filling.FILLING if self.open else Filling.BETWEEN
         return not self.open
 
     def restart(self) -> None:
-        """Begin anew."""
+        """Start over."""
         self._position, self.state = 0, Filling.BETWEEN
 
 
 class LossWeights:
-    """How much this rank's contributions count, and how much everybody's do together.
+    """The weights of this rank's contributions, and their sum over all ranks.
 
     Without weights every contribution counts the same (`loss_reduction="mean"`) or is added as it is (`"sum"`). With
-    them a contribution is multiplied by its weight, and the sum is divided by the sum of the weights once it is used.
+    weights a contribution is multiplied by its weight, and the sum is divided by the sum of the weights before use.
     """
 
     def __init__(self, loss_reduction: str, length: int) -> None:
@@ -82,19 +82,19 @@ class LossWeights:
         self.local = 0.0
         self.total = 0.0
         self.own = 0.0
-        """What this rank's contributions weigh together."""
+        """The sum of the weights of this rank's contributions."""
         self.divided = False
         self._entered: float | None = None
 
     def set(self, weight: float) -> None:
-        """Weigh the next backward."""
+        """Set the weight of the next backward."""
         if not weight >= 0 or weight == float("inf"):
             raise ConfigError(f"sherd.weigh got {weight!r}; a weight is a finite number, such as a count of tokens")
         self._next = float(weight)
 
     @property
     def pending(self) -> float | None:
-        """The weight of the next backward, if there is one yet."""
+        """The weight of the next backward, if it was set."""
         return self._next
 
     @pending.setter
@@ -102,7 +102,7 @@ class LossWeights:
         self._next = weight
 
     def enter(self) -> float:
-        """A backward begins: what its contributions are multiplied with."""
+        """A backward begins; return the factor for its contributions."""
         weight, self._next = self._next, None
         if self.weighed not in (None, weight is not None):
             raise ConfigError(
@@ -119,10 +119,10 @@ class LossWeights:
 
     @property
     def current(self) -> float:
-        """How much the backward at hand counts on this rank against the others', whether or not it has entered yet.
+        """The weight of this rank's current backward relative to the other ranks', whether or not it has entered yet.
 
-        The loader's share of the batch is in it. Sums and weights say themselves how much there is in a batch, but not
-        that one is only repeated.
+        It includes the loader's share of the batch. Sums and weights already reflect the size of a batch, but not that
+        it is only a repeated one, which counts as zero.
         """
         weight = self._entered if self._next is None else self._next
         part = batch_weight.current()
@@ -132,11 +132,11 @@ class LossWeights:
 
     @property
     def op(self) -> str:
-        """How contributions of the ranks are reduced."""
+        """The operation that reduces the ranks' contributions."""
         return "mean" if self._mean and not self.weighed else "sum"
 
     def agreed(self, weight: float, weighing: float, world: int) -> None:
-        """Take what all ranks weighed together; `weighing` is the number of ranks that did."""
+        """Add the sum of all ranks' weights; `weighing` is the number of ranks that set one."""
         self._check(weighing, world)
         self.total += weight
         self.local = 0.0
@@ -150,13 +150,13 @@ class LossWeights:
 
     @property
     def of_loss(self) -> tuple[float, bool]:
-        """How much this rank's loss counts, whether or not a backward was made of it, and if that is a weight."""
+        """How much this rank's loss counts, with or without a backward, and whether that is a weight."""
         if self._next is None and self.weighed:
             return self.own, True
         return self.current, self._next is not None
 
     def loss(self, total: float, weight: float, weighing: float, world: int) -> float:
-        """The loss of all ranks: `total` is the sum of their losses times `of_loss`, `weight` that of their weights."""
+        """The loss over all ranks: `total` sums their losses times `of_loss`, and `weight` sums their weights."""
         self._check(weighing, world)
         if weighing and not weight:
             raise ConfigError("every weight of this step was 0, so its loss has no mean; skip the step")
@@ -165,36 +165,36 @@ class LossWeights:
         return total / world if self._mean else total
 
     def divisor(self) -> float:
-        """What the sum has to be divided by, once."""
+        """The divisor of the sum, to be applied once."""
         if not self.weighed or self.divided or self.total == 0:
             return 1.0
         self.divided = True
         return self.total
 
     def undivide(self) -> float:
-        """What a divided sum has to be multiplied with, for more to be added to it."""
+        """The factor that undoes the division, so that more can be added."""
         divided, self.divided = self.divided, False
         return self.total if divided else 1.0
 
     @property
     def pointless(self) -> bool:
-        """Whether there is a weighed gradient that has no mean."""
+        """Whether the weights sum to zero, so that the gradient has no mean."""
         return bool(self.weighed) and self.total == 0
 
 
 class Gradient:
-    """The sums of all buckets together. `buckets` is told each time, as it is replaced when more is trained."""
+    """The sums of all buckets together. `buckets` is passed each time, since it is replaced when more is trained."""
 
     def __init__(self, weights: LossWeights) -> None:
         self.weights = weights
         self.finite = True
         """Whether it is finite on every rank."""
         self.backwards = 0
-        """How many are in it."""
-        self._left = 1.0  # how much of it clipping has left
+        """The number of backwards in it."""
+        self._left = 1.0  # the fraction that clipping left
 
     def restart(self, buckets: BucketList) -> None:
-        """There is none: the next backward is its first."""
+        """Start over: the next backward is the first."""
         self.weights.forget()
         self.backwards = 0
         self._left = 1.0
@@ -209,22 +209,22 @@ class Gradient:
                 bucket.scale(factor)
 
     def divide(self, buckets: BucketList) -> None:
-        """Make a weighted sum a weighted mean."""
+        """Turn a weighted sum into a weighted mean."""
         divisor = self.weights.divisor()
         if divisor != 1.0:
             self.scale(buckets, 1.0 / divisor)
 
     def add(self, buckets: BucketList) -> None:
-        """More is about to be added to it as it is: a mean becomes a sum again, and what was clipped off is gone."""
+        """Prepare to add more: a mean becomes a sum again; clipping is not undone."""
         self._left = 1.0
         divided = self.weights.undivide()
         if divided != 1.0:
             self.scale(buckets, divided)
 
     def clip(self, buckets: BucketList, max_norm: float, comm: Communicator, suspects: set[Bucket]) -> float:
-        """Scale it so that its 2-norm is at most `max_norm`; the norm it had. `suspects` may have changed unnoticed.
+        """Scale it to a 2-norm of at most `max_norm`; return the norm before. `suspects` may have changed undetected.
 
-        Collective. The same bits on every rank, and under every strategy that accumulates at the same place.
+        Collective. The same bits on every rank, and under every strategy with the same `AccumulateAt`.
         """
         for bucket in buckets.buckets:
             if bucket.scaled != 1.0 or bucket in suspects:
@@ -237,8 +237,8 @@ class Gradient:
         return norm
 
     def own_squares(self, buckets: BucketList) -> list[Tensor]:
-        """The squared norms of this rank's blocks, bucket by bucket, as they would be without clipping."""
-        return [squares(bucket, self._left or 1.0) for bucket in buckets.buckets]  # nothing is left of infinity
+        """The squared norms of this rank's blocks before clipping, bucket by bucket."""
+        return [squares(bucket, self._left or 1.0) for bucket in buckets.buckets]  # an infinite norm is clipped to 0
 
     def own_squared(self, buckets: BucketList) -> float:
         """Their sum: this rank's share of the squared 2-norm."""

@@ -1,6 +1,6 @@
-"""The loss of all ranks, reduced as its gradient is: for an optimizer that decides by it.
+"""The loss over all ranks, reduced like its gradient, for optimizers that use the loss.
 
-A line search compares losses. Ranks that compared each its own would take different steps.
+A line search compares losses. Ranks that each compared their own would take different steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sherd.errors import ConfigError
 
 
 def loss_of_all(comm: Communicator, weights: LossWeights, loss: Any, optimizer: str) -> Any:
-    """What the ranks' losses are together, on every rank, in the type that this rank's has. Collective."""
+    """The loss over all ranks, on every rank, in the type of this rank's `loss`. Collective."""
     if not isinstance(loss, numbers.Real) and not (isinstance(loss, Tensor) and loss.numel() == 1):
         found = "None" if loss is None else f"a {type(loss).__name__}"
         if isinstance(loss, Tensor):

@@ -2,9 +2,9 @@
 
 A bucket is *complete* when each of its members has arrived once in the round. Buckets are launched as soon as they are
 complete, but in one order that all ranks share; at the end of the round the incomplete ones are launched too, with
-zeros for what is missing. What arrives after its bucket was launched is *late*: it waits until ranks have agreed that
-there is such. Parameters are packed alike under every strategy, so what is late is the same under all of them, and so
-is the order of additions.
+zeros for what is missing. A gradient that arrives after its bucket was launched is *late*: it waits until the ranks
+have agreed on which buckets have late gradients. Parameters are packed the same under every strategy, so the same
+gradients are late under all of them, and the order of additions is the same.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from sherd.errors import SherdError
 log = logging.getLogger("sherd")
 
 MAX_WAITING = 8
-"""How many complete buckets may wait for their turn."""
+"""The number of complete buckets that may wait for their turn."""
 
 
 class State(enum.Enum):
-    """How far a round has come."""
+    """The phases of a round."""
 
     IDLE = "idle"
     OPEN = "open"
-    """a backward is under way, of this model or of another"""
+    """a backward is running, of this model or of another"""
     COLLECTING = "collecting"
     """gradients of this model have arrived"""
     FLUSHING = "flushing"
-    """the rest is launched, and ranks agree"""
+    """the remaining buckets are launched, and the ranks agree"""
     FAILED = "failed"
 
 
 _MOVES = {
-    State.IDLE: (State.OPEN, State.FLUSHING),  # what backwards in no_sync have left is flushed without one
+    State.IDLE: (State.OPEN, State.FLUSHING),  # gradients of backwards in no_sync are flushed without a backward
     State.OPEN: (State.COLLECTING, State.IDLE),
     State.COLLECTING: (State.FLUSHING, State.IDLE),
     State.FLUSHING: (State.IDLE,),
@@ -63,26 +63,26 @@ class Round:
         self.state = State.IDLE
         self.error: BaseException | None = None
         self.label = ""
-        """What errors call this round."""
+        """The name of this round in errors."""
         self.completed: list[Bucket] = []
-        """In the order in which they were complete here: what the order of the next rounds is learned from."""
+        """In the order in which they were completed here, from which the launch order of later rounds is learned."""
 
     def move(self, to: State) -> None:
-        """The round becomes `to`."""
+        """Change the state of the round to `to`."""
         if to is not State.FAILED and to not in _MOVES[self.state]:
             raise SherdError(f"rank {self._rank}: a round that is {self.state.value} cannot become {to.value}")
         self.state = to
 
     def refuse_failed(self) -> None:
-        """Raise if an earlier round has failed after gradients were exchanged."""
+        """Raise if an earlier round failed after gradients were exchanged."""
         if self.state is State.FAILED:
             raise SherdError(
                 f"rank {self._rank}: an earlier backward failed ({self.error}) after gradients had been exchanged, so "
-                f"the ranks no longer have the same; start again from a checkpoint"
+                f"the ranks no longer have the same gradients; restart from a checkpoint"
             )
 
     def collect(self, buckets: BucketList, factor: float, op: str | None, label: str) -> None:
-        """The first gradient is here; without `op` nothing is launched before the end of the round."""
+        """The first gradient has arrived; without `op` nothing is launched before the end of the round."""
         self.move(State.COLLECTING)
         self._start(buckets, label)
         self._factor, self._op = factor, op
@@ -108,7 +108,7 @@ class Round:
             self.completed.append(bucket)
             if self._op is not None:
                 self._launch_in_turn(self._op)
-                # One that does not come must not hold all others in memory: should it come after all, it is late.
+                # A bucket that stays incomplete must not keep all others in memory: its missing gradients become late.
                 while len(self.completed) - self._launched_complete > MAX_WAITING:
                     self._launch_next(self._op)
                     self._launch_in_turn(self._op)
@@ -123,7 +123,7 @@ class Round:
         self._reductions.settle()
 
     def late(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """Those of these buckets that this rank has late gradients for."""
+        """The buckets among these for which this rank has late gradients."""
         return [bucket for bucket in buckets if any(member.late is not None for member in bucket.members)]
 
     def flush_late(self, late: Sequence[Bucket], op: str) -> None:
@@ -138,12 +138,12 @@ class Round:
         self._reductions.settle()
 
     def close(self) -> None:
-        """The backward is over."""
+        """The backward has ended."""
         if self.state not in (State.IDLE, State.FAILED):
             self.move(State.IDLE)
 
     def fail(self, error: BaseException) -> None:
-        """The backward failed: for good, if gradients were exchanged."""
+        """The backward failed: permanently, if gradients were exchanged."""
         exchanged = self.state is State.FLUSHING or (self.state is State.COLLECTING and self._launched > 0)
         if exchanged:
             self.error = error
@@ -170,22 +170,22 @@ class Round:
 
 
 def refuse_other_hooks(parameters: Iterable[TrackedParameter], rank: int) -> None:
-    """Raise if a parameter has a hook of somebody else's besides the engine's."""
+    """Raise if a parameter has a hook other than the engine's."""
     with bypass_torch_function():
         hooked = [(member.name, member.parameter._post_accumulate_grad_hooks) for member in parameters]
     for name, its in hooked:
         if its and len(its) > 1:
             raise SherdError(
                 f"rank {rank}: parameter {name!r} has a hook of register_post_accumulate_grad_hook, which would find "
-                f"no gradient: it is on its way to the other ranks; use p.grad after backward(), or p.register_hook "
+                f"no gradient: it is being reduced over the ranks; use p.grad after backward(), or p.register_hook "
                 f"for this rank's own gradient"
             )
 
 
 def hook(member: TrackedParameter, rank: int, arrive: Callable[[TrackedParameter, Tensor], None]) -> None:
-    """Call `arrive` with each gradient that autograd makes of a parameter, taken out of `p.grad`.
+    """Call `arrive` with each gradient that autograd computes for a parameter, taken out of `p.grad`.
 
-    `arrive` is a method, whose object is not kept alive: torch keeps hooks where the garbage collector sees no cycle.
+    `arrive` is a method, kept by a weak reference: the garbage collector does not see cycles through torch's hooks.
     """
     method: Any = weakref.WeakMethod(arrive)
     tracked = weakref.ref(member)

@@ -1,8 +1,8 @@
-"""`p.grad` where a rank keeps only a part of the gradient: a tensor without elements, gathered when it is used.
+"""`p.grad` where a rank keeps only a part of the gradient: a tensor without elements that is gathered on use.
 
-It stands in `p.grad` itself, so that `p.grad is None`, `zero_grad()` and everything else that asks no elements costs
-nothing. Whatever else torch is asked to do with it is done with the whole gradient, which all ranks gather together.
-Multiplying it by a number changes only what this rank keeps, and needs nobody.
+`p.grad is None`, `zero_grad()` and everything else that reads no elements costs nothing. Every other torch call gets
+the whole gradient, which all ranks gather together. Multiplying by a number changes only what this rank keeps, without
+communication.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ _SCALING: dict[Any, str] = {
     **dict.fromkeys((_T.div_, _T.__itruediv__, _T.divide_, _T.true_divide_), "div_"),
     _T.zero_: "zero_",
 }
-"""Calls that can be made of a part, if the other operand is a number."""
+"""Calls that can be applied to a part alone, if the other operand is a number."""
 
 
 class Source(Protocol):
-    """Who has the gradient."""
+    """Where the gradient comes from."""
 
     def read(self, member: TrackedParameter) -> Tensor:
         """The whole gradient, to be read and written. Collective."""
 
     def scale(self, member: TrackedParameter, how: str, by: tuple[Any, ...]) -> bool:
-        """Scale this rank's part of it; False if that has to be done to the whole."""
+        """Scale this rank's part of it; return False if the whole has to be scaled instead."""
 
 
 class ShardedGradient(Tensor):
     """The gradient of one parameter over all ranks."""
 
-    # Weak: the parameter holds its gradient where the garbage collector sees no cycle.
+    # Weak: the garbage collector would not see the cycle through `p.grad`.
     _member: weakref.ref[TrackedParameter]
     _source: weakref.ref[Source] | None
     _kept: Callable[[], Tensor]
@@ -72,7 +72,7 @@ class ShardedGradient(Tensor):
         return gradient
 
     def keep(self, whole: Callable[[], Tensor]) -> None:
-        """A program keeps it beyond its time: what it is asked from now on, `whole` knows."""
+        """The program keeps it after the gradient was dropped: read its elements from `whole` from now on."""
         self._source, self._kept = None, whole
 
     @property
@@ -82,7 +82,7 @@ class ShardedGradient(Tensor):
             return self._kept()
         source, member = self._source(), self._member()
         if source is None or member is None:
-            raise SherdError("this p.grad is gathered from all ranks, and the model that it belongs to is gone")
+            raise SherdError("this p.grad is gathered from all ranks, but its model no longer exists")
         return source.read(member)
 
     @classmethod
@@ -122,7 +122,7 @@ class ShardedGradient(Tensor):
 
 
 def _gathered(things: Any) -> Any:
-    """The same with whole gradients, however deep in containers."""
+    """The same with whole gradients, in containers of any depth."""
     if isinstance(things, ShardedGradient):
         return things.whole
     if isinstance(things, dict):

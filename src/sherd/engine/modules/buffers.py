@@ -1,11 +1,11 @@
-"""Buffers, kept equal.
+"""Keeps buffers equal on all ranks.
 
-Each rank's batch norm sees its own batch, so its running statistics drift away from the others'. At every real step
-the buffers that changed on some rank since the last time are made equal again. Running statistics are linear in those
-of the batches, so taking their mean once per step is as good as taking it after every forward.
+Each rank's batch norm sees its own batch, so the running statistics of the ranks drift apart. At every real step the
+buffers that changed on any rank are made equal again. Running statistics are linear in those of the batches, so
+averaging once per step is as good as averaging after every forward.
 
-What changed is found by identity and version. That is not enough for vectors of floats: torch's batch norm writes its
-running statistics without a word to autograd. They are small, and compared with a copy.
+Changes are detected by identity and version. That is not enough for vectors of floats: torch's batch norm writes its
+running statistics without changing a version. They are small, and are compared with a copy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAME, CHANGED, REFORMED = range(3)
 
 
 class BufferSlot:
-    """Where a buffer is registered, and what was there when ranks were last made equal.
+    """Where a buffer is registered, and what it was when the ranks were last made equal.
 
     A module may put another tensor there, so it is looked up each time.
     """
@@ -41,7 +41,7 @@ class BufferSlot:
 
     @property
     def tensor(self) -> Tensor | None:
-        """The buffer that is there now."""
+        """The buffer that is registered now."""
         return self._registry.get(self._key)
 
     @property
@@ -50,7 +50,7 @@ class BufferSlot:
         return None if tensor is None else (dtype_name(tensor), tuple(tensor.shape))
 
     def accept(self) -> None:
-        """Ranks have the same here."""
+        """Record the present buffer as equal on all ranks."""
         tensor = self.tensor
         self._form = self.form
         self._values: Tensor | None = None
@@ -61,7 +61,7 @@ class BufferSlot:
                 self._values = tensor.detach().clone()
 
     def state(self) -> int:
-        """What became of the buffer since then, on this rank."""
+        """How the buffer has changed since then on this rank."""
         tensor = self.tensor
         if self.form != self._form:
             return REFORMED
@@ -73,7 +73,7 @@ class BufferSlot:
 
 
 class BufferSync:
-    """Makes the buffers of a model equal on all ranks: by their "mean", or by taking the "leader"'s."""
+    """Makes the buffers of a model equal on all ranks: to their "mean", or to the "leader"'s."""
 
     def __init__(self, comm: Communicator, inventory: Inventory, how: str) -> None:
         self._comm = comm
@@ -88,7 +88,7 @@ class BufferSync:
             ]
 
     def sync(self, step: int) -> None:
-        """Make equal what changed on some rank. Collective if the model has buffers."""
+        """Make buffers equal that changed on any rank. Collective if the model has buffers."""
         if not self._places:
             return
         with torch.no_grad(), labelled(f"the buffers of step {step}"):
@@ -98,11 +98,11 @@ class BufferSync:
             place.accept()
 
     def _changed_anywhere(self) -> list[BufferSlot]:
-        """Agree with the other ranks on what changed; a branch of the model may have been skipped on some."""
+        """The buffers that changed on any rank; some ranks may have skipped a branch of the model. Collective."""
         mine, seen = [], set()
         for place in self._places:
             tensor = place.tensor
-            shared = tensor is not None and id(tensor) in seen  # with an earlier place, where it is looked at
+            shared = tensor is not None and id(tensor) in seen  # with an earlier slot, which handles it
             mine.append(SAME if shared else place.state())
             seen.add(id(tensor))
         with self._comm.counters.agreeing():
@@ -123,7 +123,7 @@ class BufferSync:
                 )
 
     def _equalise(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite them with their mean or with rank 0's, a dtype at a time."""
+        """Overwrite them with their mean or with rank 0's, one dtype at a time."""
         groups: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             unexpand(tensor)
@@ -144,12 +144,12 @@ class BufferSync:
         for dtype, group in groups.items():
             parts = torch.split(handles[dtype].wait(), [tensor.numel() for tensor in group])
             for tensor, part in zip(group, parts, strict=True):
-                with torch.inference_mode(tensor.is_inference()):  # torch lets nobody else write into such a one
+                with torch.inference_mode(tensor.is_inference()):  # only this may write into an inference tensor
                     tensor.detach().copy_(part.view(tensor.shape))
 
 
 def _version(tensor: Tensor) -> int:
-    """A buffer that a module put there under `inference_mode` has none."""
+    """The version of a buffer; one made under `inference_mode` has none."""
     return -1 if tensor.is_inference() else tensor._version
 
 

@@ -1,9 +1,9 @@
 """`nn.SyncBatchNorm` over the engine's own communicator: on any device, over any transport.
 
-A rank knows the count, the mean and the squared deviations of its own batch; one gather in forward makes those of all
-batches together of them. In backward the statistics hand every rank a share of every other's gradient: one sum. What
-comes out are gradients of the sum of the ranks' losses with respect to this rank's input, and of this rank's loss with
-respect to weight and bias; the engine reduces them like all others.
+A rank computes the count, mean and squared deviations of its own batch; one all-gather in forward combines them over
+all ranks. In backward the shared statistics give every rank a share of every other's gradient: one all-reduce. The
+results are gradients of the sum of the ranks' losses with respect to this rank's input, and of this rank's loss with
+respect to weight and bias; the engine reduces the latter like all others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sherd.patches.batch_norm import Forward, SyncedBatchNorm, forget, install
 
 
 class Trainer(Protocol):
-    """Whose ranks share statistics, for as long as it lives."""
+    """The engine whose ranks share statistics, for as long as it lives."""
 
     comm: Communicator
     weights: LossWeights
@@ -37,7 +37,7 @@ class Trainer(Protocol):
 def share_statistics(model: nn.Module, engine: Trainer, undo: ExitStack) -> None:
     """Make the `nn.SyncBatchNorm` modules of `model` compute their statistics over the ranks of `engine`.
 
-    Subclasses, and those with a process group of their own, are left to do what they do.
+    Subclasses, and modules with their own process group, are left unchanged.
     """
     if engine.comm.world == 1:
         return
@@ -50,7 +50,7 @@ def share_statistics(model: nn.Module, engine: Trainer, undo: ExitStack) -> None
 
 
 def _forward(ranks: Ranks, module: nn.SyncBatchNorm, input: Tensor) -> Tensor:
-    """What a module does in training."""
+    """The forward of a module in training."""
     module._check_input_dim(input)
     if input.size(1) != module.num_features:
         raise ConfigError(f"{ranks} takes inputs of {module.num_features} channels, found {tuple(input.shape)}")
@@ -62,7 +62,7 @@ def _forward(ranks: Ranks, module: nn.SyncBatchNorm, input: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _track(module: nn.SyncBatchNorm, statistics: Statistics) -> None:
-    """Let running statistics follow those of this batch."""
+    """Update the running statistics with those of this batch."""
     if not module.track_running_stats:
         return
     if module.num_batches_tracked is not None:
@@ -78,7 +78,7 @@ def _track(module: nn.SyncBatchNorm, statistics: Statistics) -> None:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of the batches of all ranks, per channel, in fp64."""
+    """Statistics over the batches of all ranks, per channel, in fp64."""
 
     count: float
     mean: Tensor
@@ -88,7 +88,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Whom the module of that name shares its statistics with."""
+    """The ranks with which the module of that name shares its statistics."""
 
     name: str
     comm: Communicator
@@ -100,9 +100,8 @@ class Ranks:
     def statistics(self, input: Tensor) -> Statistics:
         """Combine the statistics of all ranks' inputs, whatever their sizes. Collective."""
         channels = input.size(1)
-        count = (
-            input.numel() // channels if batch_weight.current() else 0
-        )  # a batch that is only repeated is no part of it
+        repeated = not batch_weight.current()  # a repeated batch does not count
+        count = 0 if repeated else input.numel() // channels
         mine = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=input.device)
         if count:
             mean, variance = torch.batch_norm_update_stats(input.to(_working(input)), None, None, 0.0)
@@ -118,9 +117,9 @@ class Ranks:
         return Statistics(total.item(), mean, (squares + counts * (means - mean).square()).sum(0))
 
     def total(self, sums: Tensor) -> Tensor:
-        """Add up what ranks found in their gradients, as much of each as its backward counts. Collective."""
+        """Sum the ranks' partial sums, each with the weight of its backward. Collective."""
         weight = self.weights.current
-        # The engine multiplies this rank's gradients with its weight, but here are shares of the others' too.
+        # The engine applies this rank's weight to its gradients, but these contain shares of other ranks' gradients.
         weighed = sums.double() * weight if weight else torch.zeros_like(sums, dtype=torch.float64)
         with labelled(f"backward of the batch norm of {self.name!r}"):
             total = self.comm.all_reduce(weighed).wait()
@@ -154,8 +153,8 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, inverse = ctx.saved_tensors
         sums = torch.zeros(2, mean.numel(), dtype=mean.dtype, device=mean.device)  # of dy, and of dy * normalised
-        if input.numel():  # an empty one makes the kernel divide by 0
-            # The kernel takes the means that it is given, so these are this rank's part of the sums.
+        if input.numel():  # for an empty input the kernel would divide by 0
+            # The kernel uses the given means, so these are this rank's part of the sums.
             local = torch.ops.aten.native_batch_norm_backward(
                 gradient, input, None, None, None, mean, inverse, True, ctx.eps, [False, True, True]
             )
@@ -173,11 +172,11 @@ class _Normalise(torch.autograd.Function):
 
 
 def _forward_of(engine: weakref.ref[Trainer], name: str) -> Forward | None:
-    """What the module of that name does, as long as its engine lives."""
+    """The forward of the module of that name, as long as its engine lives."""
     living = engine()
     return None if living is None else partial(_forward, Ranks(name, living.comm, living.weights))
 
 
 def _working(input: Tensor) -> torch.dtype:
-    """What to compute in: halves of a word are too coarse for statistics."""
+    """The dtype to compute in: 16 bits are too coarse for statistics."""
     return torch.promote_types(input.dtype, torch.float32)

@@ -1,1 +1,1 @@
-"""Who updates what: an optimizer in parts, and whether it may be cut."""
+"""The user's optimizer, whole or in shards, and whether it may be sharded."""

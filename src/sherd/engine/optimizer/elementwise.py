@@ -1,6 +1,6 @@
-"""Whether an optimizer is elementwise: whether it may be stepped in parts. Found by doing it, on small tensors.
+"""Whether an optimizer is elementwise, so that it may be stepped in parts. Found by trying it on small tensors.
 
-Names would not do: the answer depends on options too, and users have optimizers of their own.
+A list of names would not do: the answer depends on options too, and users write their own optimizers.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Shapes = Mapping[int, tuple[int, ...]]
 """By number of dimensions."""
 
 _ODD: Shapes = {0: (), 1: (517,), 2: (23, 45), 3: (7, 9, 11), 4: (5, 7, 3, 9)}
-"""Cuts fall into the middle of everything."""
+"""Cuts fall inside rows, columns and channels."""
 _ROUND: Shapes = {0: (), 1: (768,), 2: (48, 32), 3: (48, 4, 4), 4: (48, 4, 2, 2)}
-"""For optimizers that divide parameters among ranks, and want these to come out even."""
+"""For optimizers that divide parameters among ranks and need sizes that divide evenly."""
 _LARGE, _LARGE_MATRIX = 128, (129, 131)
-"""A rule for matrices may be for large ones only. It looks at the shorter side, and 128 is a usual bound."""
+"""A rule for matrices may apply to large ones only. It usually looks at the shorter side, with a bound of 128."""
 _RATE = 0.01
-"""The learning rate of the probes: it cannot decide the question, but a warm-up's rate of 0 would hide the answer."""
+"""The learning rate of the probes: it does not affect the answer, but a warm-up's rate of 0 would hide it."""
 
 
 def why_not_elementwise(optimizer: Optimizer) -> WhyNot | None:
-    """Why `optimizer` cannot be stepped in parts, or None if it can: then the parts have the very bits of the whole.
+    """Why `optimizer` cannot be stepped in parts, or None if the parts have exactly the bits of the whole.
 
     Neither the optimizer nor the random state of torch and Python is changed, and nothing is sent.
     """
@@ -52,7 +52,7 @@ _known: dict[Any, WhyNot | None] = {}
 
 
 def _key(optimizer: Optimizer) -> Any:
-    """What the answer depends on, if that is known; None for anybody's own class, which may look at anything."""
+    """What the answer depends on, if that is known; None for a user's class, which may depend on anything."""
     if not _is_torchs(optimizer) or optimizer.state:
         return None
     groups = []
@@ -65,31 +65,31 @@ def _key(optimizer: Optimizer) -> Any:
 
 def _why_not(optimizer: Optimizer) -> WhyNot | None:
     if name := own_collective(optimizer):
-        return _by_itself(name)
+        return _communicating(name)
     with undisturbed(optimizer) as called:
         why_not = next((found for probe in _probes(optimizer, _ODD) if (found := probe.why_not())), None)
-    return _by_itself(called[0]) if called else why_not
+    return _communicating(called[0]) if called else why_not
 
 
 def own_collective(optimizer: Optimizer) -> str | None:
-    """The collective of torch.distributed that `step()` calls first, if it calls one. Nothing is sent.
+    """The first collective of torch.distributed that `step()` calls, if any. Nothing is sent.
 
     A step that fails before it communicates looks like one that does not.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     if _is_torchs(optimizer):
-        return None  # none of torch's own does
+        return None  # torch's own optimizers call none
     with undisturbed(optimizer) as called:
         for probe in _probes(optimizer, _ROUND):
-            with suppress(Exception):  # of any class: optimizers are anybody's code
+            with suppress(Exception):  # a user's optimizer may raise anything
                 probe.record(RANDOM[:1])
     return called[0] if called else None
 
 
-def _by_itself(collective: str) -> WhyNot:
+def _communicating(collective: str) -> WhyNot:
     return WhyNot(
-        f"its step() communicates by itself, by {collective} of torch.distributed",
+        f"its step() communicates on its own, with {collective} of torch.distributed",
         "use its single-process variant: sherd averages the gradients before step() and shards what can be sharded",
     )
 
@@ -97,15 +97,15 @@ def _by_itself(collective: str) -> WhyNot:
 def _needs_closure(optimizer: Optimizer) -> bool:
     try:
         _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
-    except (TypeError, ValueError):  # a callable that does not say
+    except (TypeError, ValueError):  # a callable without a signature
         return False
     return any(each.name == "closure" and each.default is inspect.Parameter.empty for each in arguments)
 
 
 @contextmanager
 def undisturbed(optimizer: Optimizer) -> Iterator[list[str]]:
-    """Random states stay as they are, collectives raise, and nothing is compiled, which takes seconds and uses up the
-    variants that a function may be compiled in. Gives the names of the collectives that were called."""
+    """Inside, random states are preserved, collectives raise, and nothing is compiled: that takes seconds and counts
+    towards torch.compile's recompile limit. Yields the names of the collectives that were called."""
     devices = {each.device for group in optimizer.param_groups for each in group["params"]}
     accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
     before = random.getstate()
@@ -138,7 +138,7 @@ def _probes(optimizer: Optimizer, shapes_of: Shapes) -> Iterator[Probe]:
             device = torch.device("cpu") if parameter.is_meta else parameter.device
             alike.setdefault((parameter.dtype, device), []).append(parameter)
         for (dtype, device), parameters in (alike or {(torch.float32, torch.device("cpu")): []}).items():
-            # A matrix always: a rule for matrices must show even where parameters are empty until they are gathered.
+            # Always a matrix: a rule for matrices must show even where parameters are empty until they are gathered.
             usual = dict.fromkeys((shapes_of[2], *(shapes_of.get(each.dim(), shapes_of[2]) for each in parameters)))
             large = any(map(_is_large, parameters))
             model = next((each for each in parameters if each.numel() and optimizer.state.get(each)), None)
@@ -152,7 +152,7 @@ def _probes(optimizer: Optimizer, shapes_of: Shapes) -> Iterator[Probe]:
 
 
 def _rough(value: Any) -> Any:
-    """Numbers by their kind: groups with a rate or a decay per layer follow one rule, and one of them shows it."""
+    """A number as its type: groups that differ only in rate or decay follow one rule, so one probe is enough."""
     if isinstance(value, dict):
         return {key: _rough(each) for key, each in value.items()}
     if isinstance(value, (tuple, list)):

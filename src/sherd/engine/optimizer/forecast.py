@@ -1,6 +1,6 @@
-"""Optimizer state that is not there yet: how much of it a first step will make, found by a step of a small copy.
+"""How much optimizer state a first step will create, found by stepping a small copy.
 
-No table of optimizers would do: the answer depends on their options, and users have optimizers of their own.
+A table of optimizers would not do: the answer depends on their options, and users write their own optimizers.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from sherd.engine.optimizer.elementwise import undisturbed
 from sherd.engine.optimizer.shard import hyper_parameters, inherited, inner_optimizer, step_unhooked
 
 _SIZES = (3, 5, 7, 11, 13, 17, 19, 23)
-"""Of the dimensions of a small tensor: all different, so that those of its state tell which of them they follow."""
+"""Dimensions of a small tensor: all different, so that each dimension of its state shows which one it follows."""
 
 Kept = list[tuple[tuple[int, ...], int]]
 """The shapes of state tensors, and bytes per element."""
 
 
 class Forecast:
-    """What an optimizer, stepped as one of `kind`, will keep for tensors that it has kept nothing for."""
+    """The state that an optimizer, stepped as a `kind`, will create for tensors that have none yet."""
 
     def __init__(self, optimizer: Optimizer, kind: type[Optimizer]) -> None:
         self._optimizer = optimizer
@@ -36,7 +36,7 @@ class Forecast:
     def bytes(self, group: Mapping[str, Any], tensors: Sequence[Tensor]) -> int | None:
         """Bytes of the state tensors after a first step of `tensors`, with the hyper-parameters of `group`.
 
-        None if that cannot be told.
+        None if that cannot be determined.
         """
         total = 0
         for tensor in tensors:
@@ -64,14 +64,14 @@ class Forecast:
                 own = deepcopy(inherited(self._optimizer))
                 inner = inner_optimizer(self._kind, own, groups, defaultdict(dict))
                 step_unhooked(inner)
-        except Exception:  # of any class: optimizers are anybody's code, and some need a closure
+        except Exception:  # a user's optimizer may raise anything, and some need a closure
             return None
         kept = (value for value in inner.state.get(small, {}).values() if isinstance(value, Tensor))
         return [(tuple(value.shape), value.element_size()) for value in kept]
 
 
 def _scaled(shape: Sequence[int], real: Sequence[int]) -> list[int]:
-    """A shape of state of the small tensor, as it will be for a tensor of shape `real`."""
+    """A shape of the small tensor's state, scaled to a tensor of shape `real`."""
     small = _SIZES[: len(real)]
     sizes = {**dict(zip(small, real, strict=True)), math.prod(small): math.prod(real)} if real else {}
     return [sizes.get(size, size) for size in shape]

@@ -1,4 +1,4 @@
-"""An optimizer tried out on small tensors: whole, and in parts."""
+"""Tries an optimizer on small tensors, whole and in parts."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class WhyNot:
     cause: str
     fix: str = 'write strategy="ddp", which keeps parameters whole'
     own_words: str = ""
-    """The first line of an exception of the optimizer's own."""
+    """The first line of the optimizer's own exception."""
 
 
-BY_CLOSURE = WhyNot("its step() needs a closure, evaluates the whole loss by it, and decides by that")
+BY_CLOSURE = WhyNot("its step() needs a closure, and decides by the whole loss that it returns")
 
 
 class Step(NamedTuple):
-    """What a step of a run was given, and what it made of it; an item per tensor."""
+    """The inputs and the result of one step of a run; one item per tensor."""
 
     weights: list[Tensor]
     gradients: list[Tensor]
@@ -42,7 +42,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """Tries out one set of hyper-parameters."""
+    """Tries one set of hyper-parameters."""
 
     optimizer: Optimizer
     hyper: Mapping[str, Any]
@@ -50,7 +50,7 @@ class Probe:
     dtype: torch.dtype
     device: torch.device
     model: Tensor | None
-    """A parameter that has state already, which the probes then have too: some classes make it in `__init__`."""
+    """A parameter that already has state, which the probes copy: some classes create it in `__init__`."""
     special: Sequence[Sequence[Regime]]
     """The runs to make after the random one."""
 
@@ -58,14 +58,12 @@ class Probe:
         try:
             steps, state = self.record(RANDOM)
             again, _ = self.record(RANDOM)
-        except Exception as error:  # of any class: optimizers are anybody's code
-            return _failed(
-                "it needs more than parameters with dense gradients, and so cannot be tried out in parts", error
-            )
+        except Exception as error:  # a user's optimizer may raise anything
+            return _failed("it needs more than parameters with dense gradients, and so cannot be tried in parts", error)
         if not all(_equal(one.stepped, other.stepped) for one, other in zip(steps, again, strict=True)):
-            return WhyNot("it is random: two runs over the same gradients give other numbers")
+            return WhyNot("it is random: two runs over the same gradients give different numbers")
         if not all(map(any, zip(*(_moved(step) for step in steps), strict=True))):
-            return WhyNot("it steps other tensors than those in its groups")
+            return WhyNot("it steps tensors that are not in its groups")
         if any(holds_tensors(value) for kept in state.values() for value in kept.values()):
             return WhyNot("it keeps tensors inside a list or dict in its state, which cannot be cut")
         try:
@@ -74,12 +72,12 @@ class Probe:
                 alike = alike and all(self._alike(self.record(run, partly=True)[0], CUTS) for run in self.special)
         except Exception as error:
             return _failed("it needs parameters of a certain shape, or their attributes, and parts are flat", error)
-        return None if alike else WhyNot("it treats a parameter as a whole: stepping it in pieces gives other numbers")
+        return None if alike else WhyNot("it treats a parameter as a whole: stepping it in pieces changes the result")
 
     def record(self, run: Iterable[Regime], partly: bool = False) -> tuple[list[Step], Mapping[Any, State]]:
-        """Step whole tensors through `run`; also gives the state that this left.
+        """Step whole tensors through `run`; return the steps and the final state.
 
-        With `partly` an exception only ends the run: no matter of parts, where the whole cannot be stepped either.
+        With `partly` an exception only ends the run: if the whole cannot be stepped either, parts are not the cause.
         """
         generator = torch.Generator().manual_seed(0)
         exact = torch.promote_types(self.dtype, torch.float64)
@@ -104,7 +102,7 @@ class Probe:
         return steps, inner.state
 
     def _alike(self, steps: Sequence[Step], cuts: Sequence[int]) -> bool:
-        """Whether the steps come out the same if each part has an owner that knows nothing of the others."""
+        """Whether the steps give the same result if each part is stepped without the others."""
         for begin, end in pairwise((0, *cuts, None)):
             own = [Step(*(_parts(tensors, begin, end) for tensors in step)) for step in steps]
             tensors = [each.clone() for each in own[0].weights] if own else []
@@ -130,7 +128,7 @@ class Probe:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Some operations wake all threads for a thousand elements, and wait for them: seconds, if the cores are busy."""
+    """Use one thread: some operations wake all threads for a thousand elements, which takes seconds on busy cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -142,7 +140,7 @@ def _one_thread() -> Iterator[None]:
 def _stepped(
     inner: Optimizer, tensors: Sequence[Tensor], weights: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> list[Tensor]:
-    """What a step makes of `weights`."""
+    """The weights after a step from `weights`."""
     for tensor, weight, gradient in zip(tensors, weights, gradients, strict=True):
         tensor.copy_(weight)
         tensor.grad = gradient.clone()
@@ -155,13 +153,13 @@ def _moved(step: Step) -> list[bool]:
 
 
 def _parts(tensors: Iterable[Tensor], begin: int | None, end: int | None) -> list[Tensor]:
-    """What an owner of the elements from `begin` to `end` has of each; flat, but for those without dimensions."""
+    """Elements `begin` to `end` of each tensor; flat, except for tensors without dimensions."""
     parts = ((each, each.reshape(-1)[begin:end]) for each in tensors)
     return [part if each.dim() else part.reshape(()) for each, part in parts if part.numel()]
 
 
 def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """To the last bit; what is not a number may be so in both, as after an overflow."""
+    """Equal to the last bit; NaN equals NaN, as after an overflow."""
     return all(
         torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
         for one, other in zip(some, others, strict=True)

@@ -1,9 +1,9 @@
 """The gradients that an optimizer is probed with.
 
-A rule that looks at a whole tensor is often behind a condition: project where gradient and weight are orthogonal, clip
-where the norm is large, restart where the gradient has turned. Random gradients meet few of these conditions, so each
-is brought about on purpose. And a condition must not be met by a tensor and by its parts alike: what holds for the
-whole here, a norm, an angle or a sign, does not hold for its *first part*, which ends at the first cut.
+A rule that looks at a whole tensor is often conditional: project where gradient and weight are orthogonal, clip where
+the norm is large, restart where the gradient has turned. Random gradients meet few of these conditions, so each is
+created on purpose. And a condition must not hold for both a tensor and its parts: the norm, angle or sign of the whole
+differs from that of its *first part*, which ends at the first cut.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor
 from sherd.layout.placement import BLOCK
 
 CUTS = (BLOCK, 3 * BLOCK)
-"""Between blocks, where layouts cut: fused kernels round the last elements, those that fill no vector, in another way
-than the rest, and so have other bits when cut elsewhere."""
+"""Between blocks, where layouts cut: fused kernels round the last elements, those that do not fill a vector,
+differently from the rest, so that a cut elsewhere changes bits."""
 _TINY, _HUGE = 1e-6, 1e4
-"""Of elements: the one below every epsilon once squared, the other above every bound for norms, and still an fp16."""
+"""Sizes of elements: the square of one is below every epsilon, the other is above every norm bound, and fits fp16."""
 
 
 class Draw(NamedTuple):
-    """What a gradient may depend on. All are on the CPU in fp64 (or complex128), and of one shape."""
+    """What a gradient may depend on. All tensors are on the CPU in fp64 (or complex128), and of one shape."""
 
     weight: Tensor
     previous: Tensor
-    """The gradient of the step before; zeros in the first."""
+    """The gradient of the previous step; zeros in the first."""
     generator: torch.Generator
 
     def noise(self, scale: float = 1.0) -> Tensor:
@@ -43,7 +43,7 @@ class Regime(NamedTuple):
 
     gradient: Rule
     weight: Rule | None = None
-    """Makes the weights anew before the step; otherwise they are as the step before has left them."""
+    """Makes new weights before the step; without it, the step starts from the previous result."""
 
 
 def _random(scale: float = 1.0) -> Rule:
@@ -60,8 +60,8 @@ def _away_from_zero(draw: Draw) -> Tensor:
 
 
 def _orthogonal(draw: Draw) -> Tensor:
-    """To the weight in every view: by rows, by columns, by channels, and in all. As gradients are wherever a
-    normalisation makes a layer scale-invariant."""
+    """Orthogonal to the weight in every view: by rows, columns and channels, and as a whole, like the gradients of a
+    layer that a normalisation makes scale-invariant."""
     products = draw.noise()
     for dim in range(products.dim()):
         products -= products.mean(dim, keepdim=True)
@@ -69,7 +69,7 @@ def _orthogonal(draw: Draw) -> Tensor:
 
 
 def _orthogonal_in_all(draw: Draw) -> Tensor:
-    """But not by rows or columns."""
+    """Orthogonal to the weight as a whole, but not by rows or columns."""
     noise, weight = draw.noise(), draw.weight
     return noise - weight * ((noise * weight.conj()).sum() / weight.abs().square().sum())
 
@@ -94,7 +94,7 @@ def _first(first: Rule, rest: Rule) -> Rule:
 
 
 def _first_row(draw: Draw) -> Tensor:
-    """As of an embedding's weight: most rows were not looked up."""
+    """Like the gradient of an embedding: most rows were not looked up."""
     noise = draw.noise()
     if noise.dim():
         noise[1:] = 0
@@ -102,7 +102,7 @@ def _first_row(draw: Draw) -> Tensor:
 
 
 RANDOM = (Regime(_random(), _random()), Regime(_random(100.0)), Regime(_random(0.01), _random(_TINY)))
-"""The first run: of several sizes, which shows most of what there is. Beside tiny weights no update is lost."""
+"""The first run: gradients of several sizes, which reveal most rules. With tiny weights no update is rounded away."""
 
 _ANGLES = (
     Regime(_orthogonal, _away_from_zero),
@@ -120,7 +120,7 @@ _SIGNS = (
     Regime(_first(_repeated(-1.0), _repeated(1.0))),
     Regime(_first(_repeated(1.0), _repeated(-1.0))),
 )
-_SIZES = (  # gradients grow from step to step, since a large one hides small ones for long where squares are averaged
+_SIZES = (  # gradients grow from step to step: where squares are averaged, a large one hides later small ones
     Regime(_constant(0.0), _constant(0.0)),
     Regime(_random(_TINY)),
     Regime(_first(_constant(0.0), _random(_TINY)), _random(_TINY)),
@@ -136,4 +136,4 @@ _SIZES = (  # gradients grow from step to step, since a large one hides small on
     Regime(_random(_HUGE), _random()),
 )
 SPECIAL = ((*_ANGLES, *_SIGNS), _SIZES)
-"""The runs after it. The steps of one run are many, since some rules hold in every fifth or tenth step only."""
+"""The runs after it. Each has many steps, since some rules apply only in every fifth or tenth step."""

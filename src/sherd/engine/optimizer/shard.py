@@ -1,11 +1,11 @@
-"""The optimizer shard: the user's optimizer, stepping this owner's part of the parameters.
+"""The optimizer shard: the user's optimizer on this owner's part of the parameters.
 
-The user's object stays as it is, with the user's parameters in its groups, for schedulers and hands to change. An
+The user's object stays as it is, with the user's parameters in its groups, for schedulers and the program to change. An
 *inner* optimizer of the same class does the work: its groups have the same hyper-parameters and hold chunks of this
-owner's segments, and it keeps their state. Only for optimizers that are elementwise (see `elementwise`): for these a
-cut changes no bit.
+owner's segments, and it keeps their state. Only for elementwise optimizers (see `elementwise`): for these a cut changes
+no bit.
 
-The inner object is made anew from the user's for each step, so that nothing in it can be out of date; its state lasts.
+A new inner object is made from the user's for each step, so that nothing in it is out of date; its state is kept.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ cache through all passes of an update. Measured on 16Mi floats in segments of 2M
     AdamW fused        15.2    13.8    13.4    13.5     12.6
     AdamW foreach       -      89.5    87.6    87.2     83.7
 
-Two processes at once give the same order. Fused makes one pass and gains nothing by chunks; foreach goes through the
-whole list in each pass. Stepping a few chunks per call would help foreach, but optimizers that count in a group count
-calls."""
+Two processes at once give the same order. Fused makes one pass and gains nothing from chunks; foreach goes through the
+whole list in each pass. Stepping a few chunks per call would help foreach, but would break optimizers that count calls
+in a group."""
 
 
 class Condition(enum.Enum):
@@ -56,10 +56,10 @@ _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class OptimizerShard:
-    """Steps what `owner` has of the parameters in `buckets`, from the values and to the sums that these keep.
+    """Steps `owner`'s part of the parameters in `buckets`, using their values and sums.
 
-    State that the optimizer has already is taken over. The optimizer may hold other `known` parameters too, which are
-    not stepped as long as they are not trained.
+    State that the optimizer already has is taken over. The optimizer may also hold other `known` parameters, which are
+    not stepped until they are trained.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class OptimizerShard:
         self._members: dict[Tensor, TrackedParameter] = {}
         self._chunks: dict[TrackedParameter, list[Chunk]] = {}
         self._state: defaultdict[Any, Any] = defaultdict(dict)
-        self._held: list[dict[str, Any]] = []  # group by group: the chunks, and their names where there are names
+        self._held: list[dict[str, Any]] = []  # by group: the chunks, and their names if it has names
         self._grouped: list[Tensor | None] = []
         self.condition = Condition.CLEAN
-        self._frozen: list[Tensor] = []  # in a group, but not trained: torch would find no gradient and skip them too
+        self._frozen: list[Tensor] = []  # in a group, but not trained: without a gradient torch skips them
         self.follow(buckets)
 
     def follow(self, buckets: BucketList) -> None:
-        """Step what is in these buckets from now on: more than before, at the most."""
+        """Step the parameters in these buckets from now on; parameters may only be added."""
         self._buckets = buckets
         joined: dict[Tensor, TrackedParameter] = {
             member.parameter: member for member in buckets.parameters if member.parameter not in self._members
@@ -99,14 +99,14 @@ class OptimizerShard:
         self._follow()
 
     def step(self) -> None:
-        """One update. Torch skips a parameter that has no gradient, and so does this: one that nobody has used."""
+        """One update. Like torch, it skips parameters without a gradient: those that no rank has used."""
         if self.condition is not Condition.CLEAN:
             raise SherdError(f"the optimizer's shard is {self.condition.value} and cannot be stepped; load its state")
         self._follow()
         stepped = [chunk for member, cut in self._chunks.items() if member.used for chunk in cut]
         inner = self._inner()
         for chunk in stepped:
-            # Another tensor each time, and none afterwards: an optimizer that keeps it holds on to the memory.
+            # A new tensor each time, removed afterwards: an optimizer that kept it would keep the memory.
             own = chunk.member.bucket.slice[chunk.offset : chunk.offset + chunk.value.numel()]
             chunk.value.grad = own.view(chunk.value.shape)
         self.condition = Condition.STEPPING
@@ -119,13 +119,13 @@ class OptimizerShard:
             for chunk in stepped:
                 chunk.value.grad = None
         self._state = inner.state
-        # Optimizers that adapt their own rate or count their own steps change groups and attributes.
+        # Optimizers that adapt their rate or count their steps change groups and attributes.
         _update(vars(self._optimizer), inherited(inner))
         for group, inner_group in zip(self._optimizer.param_groups, inner.param_groups, strict=True):
             _update(group, hyper_parameters(inner_group))
 
     def whole_state(self, comm: Communicator) -> dict[Any, Any]:
-        """The state of whole parameters, by parameter, as the user's object would keep it. Collective."""
+        """The state of whole parameters, by parameter, as the user's object would have it. Collective."""
         if (comm.rank, comm.world) != (self._owner, self._buckets.layout.world):
             raise ConfigError(
                 f"owner {self._owner} of {self._buckets.layout.world} got the communicator of rank {comm.rank} of "
@@ -141,8 +141,8 @@ class OptimizerShard:
         return {**state, **other}
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
-        """The state of whole parameters on every rank, as torch's own `state_dict` gives it. Collective."""
-        # In the user's object for a moment, so that its class and its hooks make the dict.
+        """The state of whole parameters on every rank, as torch's own `state_dict` returns it. Collective."""
+        # In the user's object for a moment, so that its class and hooks build the dict.
         self._optimizer.state.update(self.whole_state(comm))
         try:
             return self._kind.state_dict(self._optimizer)
@@ -150,13 +150,13 @@ class OptimizerShard:
             self._optimizer.state.clear()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take this owner's part of what torch's own `state_dict` gave. Local; keeps nothing of the caller's."""
+        """Take this owner's part of what torch's own `state_dict` returned. Local; shares no memory with the caller."""
         self._follow()
         loaded: dict[str, Any] = {}
 
         def catch(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            # The last hook, so it sees what the user's hooks made of it. torch then checks and loads the groups, but
-            # not the state: it would cast it all to the parameters' dtype and put it on their device, uncut.
+            # The last hook, so it sees the result of the user's hooks. Torch then checks and loads the groups, but not
+            # the state: it would cast it all to the parameters' dtype and move it to their device, uncut.
             loaded.update(given)
             return {**given, "state": {}}
 
@@ -166,12 +166,12 @@ class OptimizerShard:
         finally:
             hook.remove()
         self._state = defaultdict(dict)
-        if loaded:  # not if the class has a load_state_dict that is all its own; _follow takes over what it loaded
+        if loaded:  # empty if the class has its own load_state_dict; then _follow takes over what it loaded
             ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
             parameters = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
             self._take(dict(zip(ids, parameters, strict=True)), loaded["state"])
         self._follow()
-        # As torch's load_state_dict ends: classes bring the state of older versions up to date there.
+        # As at the end of torch's load_state_dict: classes convert the state of older versions there.
         self.condition = Condition.CLEAN
         inner = self._inner()
         inner.__setstate__({"state": self._state, "param_groups": inner.param_groups})
@@ -183,17 +183,17 @@ class OptimizerShard:
 
     @property
     def users(self) -> tuple[Optimizer, type[Optimizer]]:
-        """The user's optimizer, and the class that it was made of."""
+        """The user's optimizer and its original class."""
         return self._optimizer, self._kind
 
     def coming(self) -> list[tuple[dict[str, Any], list[Tensor]]]:
-        """By group: what this owner steps and keeps no state for yet."""
+        """By group: the tensors that this owner steps and has no state for yet."""
         self._follow()
         groups = zip(self._optimizer.param_groups, self._held, strict=True)
         return [(group, [each for each in held["params"] if not self._state.get(each)]) for group, held in groups]
 
     def state_entries(self) -> int:
-        """How many tensors this owner keeps state for: when there are more, so are the bytes."""
+        """How many tensors this owner has state for: `state_bytes` changes when this does."""
         return len(self._state)
 
     def _inner(self) -> Optimizer:
@@ -202,7 +202,7 @@ class OptimizerShard:
         return inner_optimizer(self._kind, inherited(self._optimizer), live, self._state)
 
     def _follow(self) -> None:
-        """Take over what was done to the user's object since the last time: groups, parameters, state."""
+        """Take over changes to the user's object since the last time: groups, parameters, state."""
         groups = self._optimizer.param_groups
         grouped = [parameter for group in groups for parameter in (None, *group["params"])]
         same = len(grouped) == len(self._grouped) and all(map(is_, grouped, self._grouped))
@@ -231,7 +231,7 @@ class OptimizerShard:
         return held
 
     def _take(self, parameters: Mapping[Any, Tensor], state: Mapping[Any, Any]) -> None:
-        """Cut `state` to this owner's chunks; `parameters` says which parameter a key stands for, if not itself."""
+        """Cut `state` to this owner's chunks; `parameters` maps keys that are not parameters to parameters."""
         groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
         for key, values in state.items():
             parameter = parameters.get(key, key)
@@ -246,7 +246,7 @@ class OptimizerShard:
 def inner_optimizer(
     kind: type[Optimizer], attributes: Mapping[str, Any], groups: list[dict[str, Any]], state: defaultdict[Any, Any]
 ) -> Optimizer:
-    """An optimizer made without `__init__`, whose arguments nobody knows any more."""
+    """An optimizer made without `__init__`, whose arguments are unknown."""
     inner = kind.__new__(kind)
     hooks: dict[str, Any] = {name: OrderedDict() for name in _STEP_HOOKS}
     vars(inner).update({**attributes, **hooks, "param_groups": groups, "state": state})
@@ -254,10 +254,10 @@ def inner_optimizer(
 
 
 def inherited(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes that an inner optimizer has in common with the user's.
+    """The attributes that an inner optimizer shares with the user's.
 
-    Not the user's hooks, which belong to the user's step, nor methods that were replaced on the object, as a scheduler
-    does with `step`.
+    Not the user's hooks, which belong to the user's step, nor methods replaced on the object, as a scheduler replaces
+    `step`.
     """
     kind = type(optimizer)
     own = ("param_groups", "state", *_STEP_HOOKS)
@@ -269,9 +269,9 @@ def inherited(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def step_unhooked(optimizer: Optimizer, kind: type[Optimizer] | None = None, *arguments: Any) -> Any:
-    """`optimizer.step()`, as `kind` has it, without torch's wrapper, which would run hooks."""
+    """The `step` of `kind` on `optimizer`, without torch's wrapper, which would run hooks."""
     step: Any = (kind or type(optimizer)).step
-    if getattr(step, "hooked", False):  # asked first, since other decorators leave a __wrapped__ too
+    if getattr(step, "hooked", False):  # checked first, since other decorators leave a __wrapped__ too
         step = step.__wrapped__
     return step(optimizer, *arguments)
 
@@ -281,5 +281,5 @@ def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _update(target: dict[str, Any], source: Mapping[str, Any]) -> None:
-    """Copy what is not the same object already."""
+    """Copy the values that are not already the same object."""
     target.update({name: value for name, value in source.items() if target.get(name, target) is not value})

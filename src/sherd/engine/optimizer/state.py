@@ -1,4 +1,4 @@
-"""Optimizer state, cut to the chunks of one owner and put together again.
+"""Optimizer state, cut to the chunks of one owner and gathered again.
 
 A *chunk* is what an optimizer shard steps as one tensor: a part of a segment. What an optimizer keeps for a parameter
 is of two kinds: *per element*, tensors of the parameter's shape (moments), which are cut with it, and everything else
@@ -28,7 +28,7 @@ State = dict[Any, Any]
 
 
 class Chunk(NamedTuple):
-    """A part of one segment, no longer than the cache likes it."""
+    """A part of one segment, small enough for the cache."""
 
     member: TrackedParameter
     offset: int
@@ -39,7 +39,7 @@ class Chunk(NamedTuple):
 
 
 class PerElement(NamedTuple):
-    """Stands for a tensor of the parameter's shape where only its form is told."""
+    """Stands for a tensor of the parameter's shape where only its form is sent."""
 
     dtype: torch.dtype
 
@@ -47,8 +47,8 @@ class PerElement(NamedTuple):
 def cut_chunks(buckets: Iterable[Bucket], owner: int, chunk_numel: int) -> dict[TrackedParameter, list[Chunk]]:
     """The chunks of `owner` by parameter, in element order. Each is a view of what it owns."""
     if chunk_numel < 1 or chunk_numel % BLOCK:
-        # Fused kernels round the last elements, those that fill no vector, in another way than the rest: between blocks
-        # a cut changes no bit, elsewhere it would.
+        # Fused kernels round the last elements, those that do not fill a vector, differently from the rest: a cut
+        # between blocks changes no bit, elsewhere it would.
         raise ConfigError(
             f"chunk_numel={chunk_numel} must be a positive multiple of a block; write {padded(chunk_numel) or BLOCK}"
         )
@@ -60,10 +60,10 @@ def cut_chunks(buckets: Iterable[Bucket], owner: int, chunk_numel: int) -> dict[
             for member, segment in bucket.segments(owner)
             for cut in range(0, segment.numel, chunk_numel)
         ]
-        if owner == 0:  # torch counts the steps of a parameter without elements too, so somebody has to
+        if owner == 0:  # torch also counts the steps of a parameter without elements, so one owner must
             pieces += [(member, 0, 0, 0) for member in bucket.members if not member.entry.numel]
         for member, offset, start, left in pieces:
-            # A parameter without dimensions stays so: torch's step counters have none either, and the two look alike.
+            # A parameter without dimensions stays so: torch's step counters have none either and look the same.
             shape = (min(left, chunk_numel),) if member.entry.shape else ()
             value = bucket.values.owned.detach()[offset : offset + min(left, chunk_numel)].view(shape)
             chunks.setdefault(member, []).append(Chunk(member, offset, start, value))
@@ -71,15 +71,15 @@ def cut_chunks(buckets: Iterable[Bucket], owner: int, chunk_numel: int) -> dict[
 
 
 def cut_state(chunks: Sequence[Chunk], entry: Entry, state: State, group: Mapping[str, Any]) -> list[State]:
-    """For each chunk of a parameter its part of `state`, in dtypes as torch's `load_state_dict` has them.
+    """For each chunk of a parameter its part of `state`, with the dtypes of torch's `load_state_dict`.
 
-    Nothing of it shares memory with `state`. `group` has the parameter's hyper-parameters.
+    The parts share no memory with `state`. `group` has the parameter's hyper-parameters.
     """
     parts: list[State] = [{} for _ in chunks]
     policy = [{**group, "params": [0]}]
     for key, value in state.items():
         per_element = isinstance(value, Tensor) and value.shape == entry.shape
-        flat = entry.flattened(value.detach()) if per_element else value  # here, since it may have to copy all of it
+        flat = entry.flattened(value.detach()) if per_element else value  # once, since it may copy all of it
         for chunk, part in zip(chunks, parts, strict=True):
             if not isinstance(value, Tensor):
                 part[key] = deepcopy(_without_tensors(key, value))
@@ -97,9 +97,9 @@ def gather_state(
     chunks: Mapping[TrackedParameter, Sequence[Chunk]],
     state: Mapping[Any, State],
 ) -> tuple[dict[TrackedParameter, State], dict[Any, Any]]:
-    """The state of whole parameters, and what is kept for no parameter; on every rank. Collective.
+    """The state of whole parameters, and state that belongs to no parameter; on every rank. Collective.
 
-    Beside the result it needs the memory of one bucket and one slice.
+    Besides the result it needs the memory of one bucket and one slice.
     """
     entries = {member: entry for entry, member in enumerate(buckets.parameters)}
     told = {
@@ -112,7 +112,7 @@ def gather_state(
     everyone = comm.all_gather_object((told, other))
     for outlines, _ in everyone:
         for entry, outline in outlines.items():
-            # The owner of its first element speaks for a parameter.
+            # The owner of a parameter's first element decides.
             kept = {key: PerElement(value) if cut else value for key, cut, value in outline}
             whole.setdefault(buckets.parameters[entry], kept)
     for bucket in buckets.buckets:
@@ -135,7 +135,7 @@ def state_bytes(state: Mapping[Any, Any]) -> int:
 
 
 def holds_tensors(value: object) -> bool:
-    """Whether tensors lie inside a container."""
+    """Whether a container has tensors inside."""
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()
     return any(isinstance(item, Tensor) or holds_tensors(item) for item in inside)
 
@@ -143,7 +143,7 @@ def holds_tensors(value: object) -> bool:
 def _tensors(
     bucket: Bucket, whole: Mapping[TrackedParameter, State]
 ) -> dict[tuple[Any, torch.dtype], list[TrackedParameter]]:
-    """Which members of the bucket have a per-element tensor of that key and dtype; in the same order on every rank."""
+    """The members of the bucket that have a per-element tensor, by key and dtype; in the same order on every rank."""
     found: dict[tuple[Any, torch.dtype], list[TrackedParameter]] = {}
     for member in bucket.members:
         for key, value in whole.get(member, {}).items():
@@ -153,8 +153,8 @@ def _tensors(
 
 
 def _outline(chunk: Chunk, state: State) -> list[tuple[Any, bool, Any]]:
-    """The state of a chunk: keys, whether it is per element, and values, or dtypes of what is. For other hosts too, so
-    plain data, but for what the optimizer itself keeps of other kinds."""
+    """The state of a chunk: keys, whether each is per element, and values, or dtypes if per element. It is sent to
+    other hosts, so it is plain data, except for other objects that the optimizer itself keeps."""
     outline = []
     for key, value in state.items():
         per_element = isinstance(value, Tensor) and value.shape == chunk.value.shape
@@ -166,6 +166,6 @@ def _without_tensors(key: object, value: Any) -> Any:
     if holds_tensors(value):
         raise ConfigError(
             f"the optimizer keeps tensors inside a {type(value).__name__} in its state {key!r}, which cannot be cut; "
-            f"let it keep each tensor under a key of its own"
+            f"let it keep each tensor under its own key"
         )
     return value

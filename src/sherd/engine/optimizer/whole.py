@@ -21,10 +21,10 @@ class WholeOptimizer:
         self._optimizer = optimizer
         self._kind = type(optimizer)
         self.takes_closure = why_not_elementwise(optimizer) is not None
-        """Whether `step` may want the closure more than once, as LBFGS does."""
+        """Whether `step` may call the closure more than once, as LBFGS does."""
         closure = inspect.signature(self._kind.step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is closure.empty
-        """Whether `step` cannot do without one: it wants the loss."""
+        """Whether `step` requires a closure: it needs the loss."""
 
     def step(self, closure: Any = None) -> Any:
         return step_unhooked(self._optimizer, self._kind, *(() if closure is None else (closure,)))
@@ -46,7 +46,7 @@ class WholeOptimizer:
 
     @property
     def users(self) -> tuple[Optimizer, type[Optimizer]]:
-        """The user's optimizer, and the class that it was made of."""
+        """The user's optimizer and its original class."""
         return self._optimizer, self._kind
 
     def coming(self) -> list[tuple[dict[str, Any], list[Tensor]]]:

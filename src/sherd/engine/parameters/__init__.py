@@ -1,1 +1,1 @@
-"""Where parameters live: what is known of each, the stores, and how a rank edits what others share."""
+"""Where parameters live: the stores, and how a rank edits parameters that others share."""

@@ -1,7 +1,7 @@
-"""A rank's own view of memory that ranks share: it reads what the others wrote, and what it writes stays its own.
+"""A rank's private view of memory that ranks share: it reads what the others wrote, and what it writes stays private.
 
-The view is a private mapping of the same file. A page that this rank writes becomes a copy of its own, and stays so,
-blind to what others write, until it is given back.
+The view is a private mapping of the same file. A page that this rank writes becomes a private copy, which does not see
+what others write until it is given back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sherd.engine.parameters.page_map import Runs
 
 
 class CopyOnWrite:
-    """This rank's view of `shared`, a flat tensor that is mapped from `backing`. `memory` is as large."""
+    """This rank's view of `shared`, a flat tensor mapped from `backing`. `memory` has the same size."""
 
     def __init__(self, shared: Tensor, backing: Backing) -> None:
         self._shared = shared.view(torch.uint8)
@@ -32,11 +32,11 @@ class CopyOnWrite:
         self._own = self.memory.view(torch.uint8)
 
     def written(self) -> Runs:
-        """The pages that this rank has written; only where the page map can tell."""
+        """The pages that this rank has written. Only where the page map can tell."""
         return page_map.written(self._address, self._nbytes)
 
     def give_back(self, pages: Runs) -> Runs:
-        """Give back those of these pages that are no different from the shared ones; those that are."""
+        """Give back those of these pages that equal the shared ones; return the others."""
         kept: Runs = []
         for start, stop in pages:
             different = self._different(start, stop)
@@ -46,12 +46,12 @@ class CopyOnWrite:
         return kept
 
     def pages_of(self, part: Tensor) -> tuple[int, int]:
-        """The pages in which a part of `memory` lies."""
+        """The pages that a part of `memory` covers."""
         offset = part.data_ptr() - self._address
         return offset // PAGE, -(-(offset + part.nbytes) // PAGE)
 
     def _different(self, start: int, stop: int) -> Runs:
-        """Of pages `[start, stop)`, those that differ from the shared ones."""
+        """The pages in `[start, stop)` that differ from the shared ones."""
         low, high = start * PAGE, min(stop * PAGE, self._own.numel())
         own, shared = (each[low:high].view(torch.int64) for each in (self._own, self._shared))
         if torch.equal(own, shared):

@@ -1,4 +1,4 @@
-"""Stores of which every rank has all parameters: in memory of their own, or flat, bucket behind bucket."""
+"""Stores in which every rank has all parameters: each in its own memory, or flat, bucket after bucket."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sherd.layout.entry import dtype_of
 
 
 class ReplicaStore(ParameterStore):
-    """Every rank has all parameters, in memory of their own, and updates all of them itself."""
+    """Every rank has all parameters, each in its own memory, and updates all of them itself."""
 
     owns_memory = False
     updates_slices = False
@@ -122,7 +122,7 @@ class PrivateStore(FlatStore):
         self.bump(buckets)
 
     def _publish_by_rows(self, buckets: Sequence[Bucket]) -> None:
-        """First between groups, where each slice travels once, then inside them; a few buckets at a time."""
+        """First between groups, where each slice is sent once, then inside them; a few buckets at a time."""
         under_way: deque[Handle] = deque()
         for bucket in buckets:
             owned = bucket.values.owned
@@ -143,16 +143,16 @@ class PrivateStore(FlatStore):
 
 
 def home_in(whole: Tensor, member: TrackedParameter) -> Tensor:
-    """The place of a member in the memory of its bucket."""
+    """The view of a member in the memory of its bucket."""
     flat = whole[member.offset : member.offset + member.entry.numel]
     return member.entry.shaped(with_own_storage(flat))
 
 
 def moved(members: Iterable[TrackedParameter]) -> list[TrackedParameter]:
-    """Those parameters whose data is another tensor than the store's: `p.data = x`."""
+    """The parameters whose data is no longer the store's memory: `p.data = x`."""
     return [member for member in members if not member.parameter.is_set_to(member.home)]
 
 
 def values_of_moved(members: Iterable[TrackedParameter]) -> dict[TrackedParameter, Tensor]:
-    """Copies of what they have instead. It may be another one's home: `a.data, b.data = b.data, a.data`."""
+    """Copies of what these have instead: maybe another parameter's home, as in `a.data, b.data = b.data, a.data`."""
     return {member: member.parameter.detach().clone() for member in moved(members)}

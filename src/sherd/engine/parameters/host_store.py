@@ -1,9 +1,9 @@
-"""Parameters of which a host has one copy, that all its ranks map.
+"""Parameters of which a host has one copy, mapped by all its ranks.
 
-Each rank maps it twice. Its slices, which it updates in place, lie in a mapping that all ranks share. Its
-`parameter.data` lies in a private one (see `copy_on_write`): there it reads everybody's updates, and what it writes by
-whatever route stays its own. Before the next update the ranks compare what they wrote, and if that is the same
-everywhere, it is stored once.
+Each rank maps it twice. The slices that it updates in place are in a mapping that all ranks share. Its
+`parameter.data` is in a private one (see `copy_on_write`): there it reads every rank's updates, and whatever it writes
+stays private. Before the next update the ranks compare what they wrote; if that is the same everywhere, it is stored
+once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("sherd")
 
 
 class HostStore(FlatStore):
-    """One copy on each host: an update needs messages between hosts only."""
+    """One copy on each host: an update sends messages between hosts only."""
 
     @property
     def compares_edits(self) -> bool:  # type: ignore[override]
@@ -40,7 +40,7 @@ class HostStore(FlatStore):
         return page_map.can_tell() if self._own_views else self._comm.world == 1
 
     def _publish(self, buckets: Sequence[Bucket]) -> None:
-        # Nobody was waited for before the update: comparing edits has done so, and alone there is nobody.
+        # Before the update no barrier was needed: comparing edits has synchronised the ranks.
         if self._alone:
             self._comm.barrier().wait()
         else:
@@ -63,8 +63,8 @@ class HostStore(FlatStore):
     def keep_edits(self, members: Members) -> None:
         self._store_once(members)
         self.take_back(members)
-        self._written(members)  # which gives back the pages that are common again
-        self._comm.host.barrier().wait()  # an update may follow at once, and would make pages differ that do not
+        self._written(members)  # gives back the pages that are common again
+        self._comm.host.barrier().wait()  # an update may follow at once, and change pages that others still compare
 
     def write(self, members: Members) -> None:
         if not self._alone:
@@ -72,13 +72,13 @@ class HostStore(FlatStore):
         self._comm.host.barrier().wait()
         self._store_once(members)
         self.take_back(members)
-        # What this rank wrote into them before counts no more.
+        # What this rank wrote into them before no longer counts.
         for member in self._written(members).intersection(members):
             member.home.copy_(member.original)
         self._written(members)
 
     def _store_once(self, members: Members) -> None:
-        """The first rank of the host has the values that all shall have."""
+        """Take the values of the host's first rank for all its ranks."""
         if self._comm.host.rank == 0:
             elsewhere = values_of_moved(members)
             for member in members:
@@ -86,9 +86,9 @@ class HostStore(FlatStore):
         self._comm.host.barrier().wait()
 
     def _written(self, suspects: Iterable[TrackedParameter]) -> set[TrackedParameter]:
-        """The parameters that differ from the common copy in what this rank has written. Gives back all other pages.
+        """The parameters in which this rank wrote something that differs from the common copy. Gives back other pages.
 
-        Where the page map cannot tell, only pages of `suspects` are looked at.
+        Where the page map cannot tell, only the pages of `suspects` are checked.
         """
         found: set[TrackedParameter] = set()
         for dtype, view in self._own_views.items():
@@ -101,7 +101,7 @@ class HostStore(FlatStore):
                 different = {member for member in among if member in found or not _is_common(member)}
                 found |= different
                 if not different:
-                    view.drop(start, stop)  # they differ in padding alone, and would hide updates
+                    view.drop(start, stop)  # they differ only in padding, and would hide updates
         return found
 
     # ---------------------------------------------------------------- memory
@@ -141,7 +141,7 @@ class HostStore(FlatStore):
 
 
 class _Places:
-    """Where parameters lie in a flat tensor of their dtype."""
+    """The positions of parameters in a flat tensor of their dtype."""
 
     def __init__(self, flat: Tensor, members: Members) -> None:
         those = [member for member in members if member.home.dtype == flat.dtype and member.home.numel()]
@@ -150,7 +150,7 @@ class _Places:
         self._members = [found[begin] for begin in self._begins]
 
     def within(self, start: int, stop: int) -> list[TrackedParameter]:
-        """The parameters that may have some of the bytes `[start, stop)`: all that have, and one more at the most."""
+        """The parameters with some of the bytes `[start, stop)`, and perhaps one without."""
         first = max(bisect_right(self._begins, start) - 1, 0)
         return self._members[first : bisect_left(self._begins, stop)]
 
@@ -164,6 +164,6 @@ def _is_common(member: TrackedParameter) -> bool:
 def _say_unseen() -> None:
     log.warning(
         "the page map of this process (/proc/self/pagemap) cannot be read, so edits of parameters through .data or "
-        'numpy go unseen; sherd.distribute(..., check="edits") finds them, at the cost of reading all parameters twice '
-        "per step"
+        'numpy are not detected; sherd.distribute(..., check="edits") finds them, at the cost of reading all '
+        "parameters twice per step"
     )

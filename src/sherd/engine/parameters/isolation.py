@@ -1,4 +1,4 @@
-"""The engine's own calls of torch, apart from whatever the program that caused them is in the middle of."""
+"""Isolates the engine's own torch calls from the autograd, trace or transform that the program is running."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ _C: Any = torch._C
 
 
 bypass_torch_function: Callable[[], AbstractContextManager[Any]] = _C.DisableTorchFunctionSubclass
-"""What is asked of tensors inside does not reach `__torch_function__` of their classes: that costs one that is gathered
-on use 20 microseconds, and there are hundreds of questions in a step. Not for their elements, which may not be there.
-"""
+"""Calls inside skip `__torch_function__` of tensor subclasses, which costs a parameter that is gathered on use 20
+microseconds, hundreds of times per step. Not for reading elements: they may not be gathered."""
 
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """What is done inside is not recorded by autograd or a trace, not transformed, and makes no inference tensors."""
+    """Calls inside are not recorded by autograd or a trace, not transformed, and make no inference tensors."""
     trace = _C._get_tracing_state()
     with ExitStack() as stack:
         if _C._functorch.peek_interpreter_stack() is not None:

@@ -1,12 +1,12 @@
-"""Ranks as a mesh: groups of ranks among which parameters are sharded, each with a copy of its own.
+"""Ranks as a mesh: groups of ranks, each of which shards one copy of the parameters.
 
-    everyone    all ranks. A bucket has as many slices, and each rank updates its own.
-    shard       the ranks of this one's group, which have consecutive numbers: together they hold all parameters.
-    replicate   the ranks at this one's place in every group. They hold the same.
+    everyone    all ranks. A bucket has one slice per rank, and each rank updates its own.
+    shard       the ranks of this rank's group, numbered consecutively: together they hold all parameters.
+    replicate   the ranks at this rank's position in every group: they hold the same rows.
 
 A rank's *rows* of a bucket are what it holds for its group, one slice from each group's part of the bucket: with groups
-of two, rank 1 of four has slices 1 and 3. Groups follow each other in a bucket as their ranks do, so that a group
-gathers a bucket part by part, each straight to its place.
+of two, rank 1 of four has slices 1 and 3. The groups' parts lie in a bucket in rank order, so a group gathers a bucket
+part by part, each directly into place.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ class Mesh:
 
     @classmethod
     def cut(cls, everyone: Communicator, size: int) -> Mesh:
-        """Cut all ranks into groups of `size`, which divides their number. Collective."""
+        """Divide all ranks into groups of `size`, which must divide their number. Collective."""
         world = everyone.world
         groups = [range(first, first + size) for first in range(0, world, size)]
         columns = [range(place, world, size) for place in range(size)]
         return cls(everyone, _mine(everyone, groups), _mine(everyone, columns))
 
     def close(self) -> None:
-        """Leave the groups that were made for it."""
+        """Close the communicators that were made for the groups."""
         for group in (self.shard, self.replicate):
             if group is not self.everyone:
                 group.close()
 
     @property
     def groups(self) -> int:
-        """How many copies of the parameters there are."""
+        """The number of copies of the parameters."""
         return self.replicate.world
 
     def rows(self, whole: Tensor) -> Tensor:
-        """This rank's rows of a bucket that is whole; strided, one slice each."""
+        """This rank's rows of a whole bucket: a strided view, one slice per row."""
         return whole.view(self.groups, self.shard.world, -1)[:, self.shard.rank]
 
     def spread(self, slice: Tensor, rows: Tensor) -> Handle:
-        """Every group's ranks have updated their slices, of which one is this rank's: bring them into its rows."""
+        """Copy the slices that this rank and its replicas have updated into its rows."""
         return self.replicate.all_gather(slice, rows.view(-1))
 
     def gather(self, rows: Tensor, whole: Tensor, what: str = "") -> Handle:
-        """Put this group's rows of a bucket together."""
+        """Gather the group's rows into a whole bucket."""
         parts = zip(rows, whole.view(self.groups, -1), strict=True)
         return Together([self.shard.all_gather(row, part, what=what) for row, part in parts], whole)
 
 
 def _mine(everyone: Communicator, groups: Sequence[range]) -> Communicator:
-    """The communicator among the group that this rank is in."""
+    """The communicator of the group that contains this rank."""
     if len(groups) == 1:
         return everyone
     if len(groups) == everyone.world:

@@ -1,8 +1,8 @@
-"""Which pages of a private mapping this process has written, by asking the kernel.
+"""Asks the kernel which pages of a private mapping this process has written.
 
 A page of a private mapping of a file is the file's own page until it is written, then an anonymous copy. The page map
-of a process tells the two apart. Linux 6.7 and newer search it (`PAGEMAP_SCAN`: 6 ms for 400 MB); older ones give a
-word for each page (7 ms). Either may be missing or wrong in a container, so the way to ask is tried once on a mapping
+of a process tells the two apart. Linux 6.7 and newer can search it (`PAGEMAP_SCAN`: 6 ms for 400 MB); older kernels
+return a word for each page (7 ms). Either may be missing or wrong in a container, so each is first tried on a mapping
 whose answer is known.
 """
 
@@ -21,7 +21,7 @@ import torch
 from sherd.comm.host.memory import PAGE
 
 Runs = list[tuple[int, int]]
-"""Pages `[start, stop)`, counted from the beginning of a mapping; ascending, and apart from each other."""
+"""Pages `[start, stop)`, counted from the beginning of a mapping; ascending, with gaps between them."""
 
 _PAGE_MAP = "/proc/self/pagemap"
 _SCAN = 0xC0606610
@@ -42,7 +42,7 @@ class _Scan(ctypes.Structure):
 
 
 def runs_of(pages: Iterable[int]) -> Runs:
-    """Runs of single pages, which are given in ascending order."""
+    """Join single pages, in ascending order, into runs."""
     runs: Runs = []
     for page in pages:
         _append(runs, page, page + 1)
@@ -50,7 +50,7 @@ def runs_of(pages: Iterable[int]) -> Runs:
 
 
 def written(address: int, nbytes: int) -> Runs:
-    """The pages of a private mapping, which begins at `address`, that this process has written.
+    """The pages that this process has written in the private mapping that begins at `address`.
 
     Only where `can_tell()`.
     """
@@ -60,7 +60,7 @@ def written(address: int, nbytes: int) -> Runs:
 
 
 def can_tell() -> bool:
-    """Whether the kernel answers, and rightly."""
+    """Whether the kernel answers, and correctly."""
     return _how() is not None
 
 
@@ -89,7 +89,7 @@ def _scan(address: int, nbytes: int) -> Runs:
             for region in range(count):
                 _append(runs, (found[3 * region] - address) // PAGE, (found[3 * region + 1] - address) // PAGE)
             if scan.walk_end <= scan.start:
-                raise OSError("PAGEMAP_SCAN did not move on")
+                raise OSError("PAGEMAP_SCAN made no progress")
             scan.start = scan.walk_end
     return runs
 
@@ -99,7 +99,7 @@ def _read(address: int, nbytes: int) -> Runs:
     with open(_PAGE_MAP, "rb", buffering=0) as file:  # noqa: PTH123
         words = os.pread(file.fileno(), 8 * count, address // PAGE * 8)
     if len(words) != 8 * count:
-        raise OSError(f"{_PAGE_MAP} gave {len(words)} bytes of {8 * count}")
+        raise OSError(f"{_PAGE_MAP} returned {len(words)} bytes of {8 * count}")
     bits = torch.frombuffer(bytearray(words), dtype=torch.int64) >> 61  # present, swapped, a page of a file
     copied = ((bits & 1) == 0) & ((bits & 6) != 0)
     edges = (copied[1:] != copied[:-1]).nonzero().flatten() + 1
@@ -114,7 +114,7 @@ def _append(runs: Runs, start: int, stop: int) -> None:
 
 
 def _is_right(ask: Callable[[int, int], Runs]) -> bool:
-    """Try it on a mapping of which some pages were read, some written and some left alone."""
+    """Try it on a mapping with pages that were read, written and left untouched."""
     try:
         fd = os.memfd_create("sherd-page-map", os.MFD_CLOEXEC)
     except (AttributeError, OSError):

@@ -1,7 +1,7 @@
-"""A model's parameters and buffers, put back as they were: a `distribute` that is refused leaves nothing behind.
+"""Restores a model's parameters and buffers: a `distribute` that is refused leaves no trace.
 
-Their old memory is kept until then, so that nothing has to be copied. What rank 0 has sent is written there in some
-stores; it is the last thing that ranks do together, and everything that can be refused is refused before it.
+Their old memory is kept until then, so nothing has to be copied. Some stores write rank 0's values into it; that is the
+last collective step, after everything that can be refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sherd.engine.parameters.isolation import bypass_torch_function
 
 
 def tensors_as_they_are(tensors: Iterable[Tensor]) -> Callable[[], None]:
-    """Gives each the class, attributes, memory, gradient and hooks that it has now."""
+    """A function that gives each tensor back its present class, attributes, memory, gradient and hooks."""
     restores = [_as_it_is(tensor) for tensor in tensors]
 
     def restore() -> None:

@@ -1,9 +1,9 @@
-"""What a parameter store is: where a rank's parameters live, and how an update by their owners reaches everybody.
+"""The parameter store: where a rank's parameters live, and how an update by their owners reaches all ranks.
 
-A store has room for the model's parameters when it is built. In `take_over` each `parameter.data` becomes a view of the
-store, its `home`, with rank 0's values. A store gives each bucket its `values`: what this rank owns of them is for its
-optimizer shard to update between `acquire()` and `publish()`. Frozen parameters live in the store too, but nobody
-updates them.
+A store allocates memory for the model's parameters when it is built. In `take_over` each `parameter.data` becomes a
+view of the store, its `home`, with rank 0's values. A store gives each bucket its `values`: the optimizer shard updates
+the part that this rank owns between `acquire()` and `publish()`. Frozen parameters live in the store too, but are never
+updated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Members = Sequence[TrackedParameter]
 
 
 class Holding(enum.Enum):
-    """What is being done with the values in a store."""
+    """What is happening to the values in a store."""
 
     HELD = "held"
     UPDATING = "being updated"
@@ -37,16 +37,16 @@ class ParameterStore(ABC):
     """Where parameters live, those that are trained and those that are not."""
 
     whole = True
-    """Whether this rank can read all of them without the others."""
+    """Whether this rank can read all of them without communication."""
     compares_edits = False
-    """Whether an edit must be the same on all ranks before the next update, because they do not each have a copy that
-    is updated by itself."""
+    """Whether an edit must be the same on all ranks before the next update, because they do not each have and update
+    their own copy."""
     sees_all_edits = False
-    """Whether `edited` finds them without being told where to look."""
+    """Whether `edited` finds edits even without `suspects`."""
     owns_memory = True
-    """Whether parameters live in memory of the store's, to which they are put back."""
+    """Whether parameters live in the store's memory, and are put back there."""
     updates_slices = True
-    """Whether a rank updates what it owns, or all of it."""
+    """Whether a rank updates only what it owns, instead of everything."""
 
     def __init__(self, mesh: Mesh, inventory: Inventory, buckets: BucketList) -> None:
         self._mesh = mesh
@@ -58,18 +58,18 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def _make_room(self, buckets: Sequence[Bucket]) -> None:
-        """Allocate what is needed, and give these buckets their values. The parameters keep theirs."""
+        """Allocate memory, and give these buckets their `values`. The parameters stay where they are."""
 
     @abstractmethod
     def take_over(self) -> None:
         """Move the parameters in, with rank 0's values. Collective, once."""
 
     def acquire(self, buckets: Sequence[Bucket]) -> None:
-        """Wait until nobody reads what is about to be updated."""
+        """Wait until no rank reads what is about to be updated."""
         self._move(Holding.HELD, Holding.UPDATING)
 
     def publish(self, buckets: Sequence[Bucket]) -> None:
-        """Make everybody's updated slices visible to everybody."""
+        """Make the slices that each rank updated visible on all ranks."""
         self._publish(buckets)
         self._move(Holding.UPDATING, Holding.HELD)
 
@@ -77,36 +77,36 @@ class ParameterStore(ABC):
     def _publish(self, buckets: Sequence[Bucket]) -> None: ...
 
     def abandon(self) -> None:
-        """An update has failed."""
+        """An update failed."""
         self.state = Holding.HELD
 
     def place(self, member: TrackedParameter) -> object:
-        """Where a parameter is: another value means that it was moved."""
+        """A value that changes when a parameter is moved."""
         return member.parameter.data_ptr()
 
     def bytes(self) -> int:
-        """Bytes of parameters that this rank allocated; a shared store counts once, on the first rank of a host."""
+        """Bytes that this rank allocated for parameters; a shared store counts once, on the first rank of a host."""
         return sum(member.parameter.nbytes for member in self._members)
 
     def gathered_bytes(self) -> int:
-        """Bytes of buckets that are whole for now only."""
+        """Bytes of buckets that are whole only while they are used."""
         return 0
 
     def write(self, members: Members) -> None:
-        """Take rank 0's values of these parameters for everybody's. Collective."""
+        """Take rank 0's values of these parameters on all ranks. Collective."""
         self.from_leader(member.parameter for member in members)
 
     def lend(self, members: Members) -> None:
-        """Give this rank copies of these parameters of its own, until `write` or `take_back`."""
-        return  # they are its own
+        """Give this rank its own copies of these parameters until `write` or `take_back`."""
+        return  # it already has its own
 
     def take_back(self, members: Iterable[TrackedParameter]) -> None:
         """Drop the copies that were lent."""
         return
 
     def edited(self, suspects: Iterable[TrackedParameter]) -> set[TrackedParameter]:
-        """Which parameters this rank has edited since they were common to all ranks. `suspects` were moved, or have
-        another version or checksum than before."""
+        """The parameters that this rank has edited since they were common to all ranks. `suspects` were moved, or have
+        a new version or checksum."""
         return set(suspects)
 
     def digests(self, members: Members) -> list[int]:
@@ -114,7 +114,7 @@ class ParameterStore(ABC):
         return [checksum(member.flattened) for member in members]
 
     def keep_edits(self, members: Members) -> None:
-        """All ranks have made the same edits of these parameters. Collective where `compares_edits`."""
+        """All ranks have made the same edits to these parameters: keep them. Collective where `compares_edits`."""
         return
 
     def bump(self, buckets: Iterable[Bucket]) -> None:
@@ -133,13 +133,13 @@ class ParameterStore(ABC):
     def _move(self, expected: Holding, to: Holding) -> None:
         if self.state is not expected:
             raise SherdError(
-                f"rank {self._comm.rank}: parameters are {self.state.value} and cannot become {to.value}; they must be "
-                f"{expected.value} then"
+                f"rank {self._comm.rank}: parameters are {self.state.value} and cannot become {to.value}; expected "
+                f"{expected.value}"
             )
         self.state = to
 
 
 def unexpand(tensor: Tensor) -> None:
-    """Give every element of an expanded tensor memory of its own, so that it can be overwritten."""
+    """Give every element of an expanded tensor its own memory, so that it can be overwritten."""
     if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         tensor.data = tensor.detach().contiguous()

@@ -1,14 +1,14 @@
 """Which buckets of parameters are whole on this rank, and for how long.
 
-    gathered   all slices of a bucket are in its pages, or on their way there
-    touched    about to be read: it is gathered first, if it is not
-    used       by a call under way; not released before it ends
-    pinned     read by somebody who does not tell; not released before the parameters change
-    held       the same for good: gathered again after each change
+    gathered   all slices of a bucket are in its pages, or being received
+    touched    about to be read: gathered first, if it is not
+    used       by a running call; not released before the call ends
+    pinned     read outside torch's dispatch; not released before the parameters change
+    held       pinned for good: gathered again after each change
     released   its pages are gone
 
-Gathering is collective, so what is gathered and released when must follow from what was touched alone: ranks that run
-the same model then do the same.
+Gathering is collective, so what is gathered and released, and when, may depend only on what was touched: then ranks
+that run the same model do the same.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from sherd.errors import SherdError
 AHEAD = 2
 """Buckets that are gathered before they are needed."""
 WINDOW = AHEAD + 2
-"""Buckets that stay gathered: those ahead, the one in use, and one more, since a layer can lie in two."""
+"""Buckets that stay gathered: those ahead, the one in use, and one more, since a layer can span two."""
 
 
 class Gathering:
     """Gathers buckets on use.
 
-    `fetch(b)` begins to gather a bucket, collectively; `release(b)` lets its memory go; `is_written(b)` tells whether
-    somebody wrote into it; `write_back(b)` keeps this rank's part of that.
+    `fetch(b)` starts gathering a bucket, collectively; `release(b)` frees its memory; `is_written(b)` says whether this
+    rank wrote into it; `write_back(b)` keeps this rank's part of what it wrote.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Gathering:
         self._is_written = is_written
         self._route: Route[Bucket] = Route()
         self._process = os.getpid()
-        self._gathered: dict[Bucket, Handle | None] = {}  # the least recently touched first; None: complete
+        self._gathered: dict[Bucket, Handle | None] = {}  # least recently touched first; None: complete
         self._used: Counter[Bucket] = Counter()
         self._edited: set[Bucket] = set()
         self._pinned: set[Bucket] = set()
         self._held: set[Bucket] = set()
         self.steps = 0
-        """How often all parameters have changed; for messages."""
-        self._nodes: dict[int, tuple[int, set[Bucket]]] = {}  # by graph task: a node of it, and what that reads
+        """How many times all parameters have changed; for messages."""
+        self._nodes: dict[int, tuple[int, set[Bucket]]] = {}  # by graph task: its current node, and what that reads
 
     @property
     def gathered(self) -> list[Bucket]:
@@ -66,11 +66,11 @@ class Gathering:
         return list(self._gathered)
 
     def touch(self, bucket: Bucket) -> None:
-        """Make a bucket whole, and what is expected after it on its way. Collective where it is not."""
+        """Make a bucket whole, and start gathering those expected next. Collective unless it is gathered."""
         if os.getpid() != self._process:
             raise SherdError(
-                f"this process was forked from a rank and uses {_name(bucket)}, which ranks gather together; "
-                f"give it a copy that was made before: copy.deepcopy(model)"
+                f"this process was forked from a rank and uses {_name(bucket)}, which only the ranks can gather; "
+                f"give it a copy made before the fork: copy.deepcopy(model)"
             )
         moved = self._route.visit(bucket)
         if moved or bucket not in self._gathered:
@@ -82,7 +82,7 @@ class Gathering:
         if handle is not None:
             with isolated():
                 handle.wait()
-        self._gathered[bucket] = None  # the last one now
+        self._gathered[bucket] = None  # now the most recently touched
 
     def use(self, buckets: Iterable[Bucket]) -> None:
         """A call that reads these buckets begins."""
@@ -96,15 +96,15 @@ class Gathering:
             raise
 
     def leave(self, buckets: Iterable[Bucket]) -> None:
-        """It is over."""
+        """The call has ended."""
         self._used.subtract(buckets)
 
     def touch_for_node(self, bucket: Bucket) -> None:
-        """A node of autograd's graph unpacks what it saved. It keeps it until it is through, and nobody tells when that
-        is: when another node of the same backward unpacks something, it was."""
+        """A node of autograd's graph unpacks what it saved, and keeps it until it has run. Torch does not report when
+        that is, so a node counts as ended when another one of the same backward unpacks something."""
         task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
         if node is None or torch.is_grad_enabled():
-            self.pin(bucket)  # somebody looks into the graph, or a graph of the gradient is made, which saves it too
+            self.pin(bucket)  # the program inspects the graph, or create_graph=True saves the tensor again
             return
         number: int = node._sequence_nr()
         last, reads = self._nodes.get(task, (number, set[Bucket]()))
@@ -125,17 +125,17 @@ class Gathering:
         self.touch(bucket)
 
     def edited(self, buckets: Iterable[Bucket]) -> None:
-        """Somebody wrote into these buckets while they were gathered."""
+        """The program wrote into these buckets while they were gathered."""
         self._edited.update(buckets)
 
     def written(self) -> list[Bucket]:
-        """Buckets that somebody wrote into and that were not written back yet."""
-        # A copy may be on its way into those that are not complete, and nobody can have used them.
+        """Buckets that the program wrote into and that were not written back yet."""
+        # Incomplete ones may still be receiving data, and cannot have been used.
         self._edited.update(b for b, handle in self._gathered.items() if handle is None and self._is_written(b))
         return sorted(self._edited, key=_place)
 
     def drop(self, buckets: Iterable[Bucket]) -> None:
-        """Release these buckets, whoever may have pinned them: they are about to change."""
+        """Release these buckets even if they are pinned: they are about to change."""
         for bucket in buckets:
             self._pinned.discard(bucket)
             if bucket in self._gathered:
@@ -143,7 +143,7 @@ class Gathering:
                     self._release(bucket)
 
     def refresh(self) -> None:
-        """The parameters have changed: gather again what must be there. Collective where something is held."""
+        """The parameters have changed: gather held buckets again. Collective if there are any."""
         self._route.end()
         for bucket in sorted(self._held.difference(self._gathered), key=_place):
             self.touch(bucket)
@@ -179,7 +179,7 @@ class Gathering:
 
 
 def _place(bucket: Bucket) -> int:
-    """By what buckets are ordered alike on all ranks."""
+    """A key that orders buckets the same on all ranks."""
     return bucket.described.index
 
 

@@ -1,9 +1,9 @@
-"""Parameters of which a host keeps its share, gathered on use by its ranks together: once, into memory that they share.
+"""Sharded parameters that the ranks of a host gather on use together: once, into memory that they share.
 
-That memory consists of *slots*. A bucket is gathered into a slot that is free, and appears at its own address on each
-rank for as long as that rank uses it. A rank that has released it may be ahead of another that still reads it; it can
-take the slot for another bucket all the same, since nothing is written before all ranks of the host have begun to
-gather that: by then they have all released what was there before. Which slot it is, is compared as all of the call is.
+That memory consists of *slots*. A bucket is gathered into a free slot, and is mapped at its own address on each rank
+while that rank uses it. A rank that has released it may reuse the slot while another rank still reads it: nothing is
+written before all ranks of the host have started gathering the next bucket, and so have released the previous one. The
+slot's number is compared between ranks like the rest of the call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sherd.engine.parameters.gathered.store import GatheredStore, values_of
 
 @dataclass
 class _Slot:
-    """Memory for a bucket at a time."""
+    """Memory for one bucket at a time."""
 
     number: int
     memory: Tensor
@@ -44,7 +44,7 @@ class HostGatheredStore(GatheredStore):
         assert isinstance(values.pages, AliasPages), "made above"
         memory = self._take_slot(bucket, values.pages.nbytes).memory
         backing = self._mesh.shard.backing(memory)
-        assert backing is not None, "the ranks of a host have made it together"
+        assert backing is not None, "slots are in shared memory"
         whole = memory.view(bucket.dtype)[: bucket.described.numel]
         values.pages.show(backing, whole)
         return self._mesh.gather(values.rows, whole, values.name)
@@ -54,9 +54,9 @@ class HostGatheredStore(GatheredStore):
         del self._taken[bucket]
 
     def _take_slot(self, bucket: Bucket, nbytes: int) -> _Slot:
-        """The smallest slot that is free and large enough, or a new one. Ranks that did the same take the same."""
+        """The smallest free slot that is large enough, or a new one. Ranks that did the same take the same."""
         taken = {slot.number for slot in self._taken.values()}
-        # Not one of twice the size: a large bucket would need another one then.
+        # Not one of twice the size: a large bucket would then need another.
         fits = [slot for slot in self._slots if slot.number not in taken and nbytes <= slot.memory.nbytes < 2 * nbytes]
         if not fits:
             fits = [_Slot(len(self._slots), self._mesh.shard.shared_tensor(nbytes, dtype=torch.uint8))]

@@ -1,8 +1,8 @@
-"""Tensors whose memory is there only while it is used: using them gathers it.
+"""Tensors whose memory exists only while it is used: using them gathers it.
 
-Every call of torch that gets such a tensor comes by here first. So does what is made of one and shares its memory, a
-*view*; and so does what autograd saves of it for backward: it is saved as an address, and touched when it is unpacked.
-Whoever reads memory without telling (a trace, a transform of torch.func, a graph of gradients) has it pinned or held.
+Every torch call on such a tensor passes through here first. So does every call on a *view* of one, which shares its
+memory. What autograd saves for backward is saved as an address, and touched when it is unpacked. Memory that is read
+outside torch's dispatch (by a trace, a transform of torch.func, a graph of gradients) is pinned or held.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _ASKING: frozenset[Any] = frozenset(
 )
 """Calls that read no elements."""
 _VIEWS: frozenset[Any] = frozenset({_T.T, _T.mT, _T.H, _T.mH, _T.real, _T.imag})
-"""Attributes that are views: they cannot be made of memory that is not there."""
+"""Attributes that are views: they need the memory to exist."""
 _DETACHING: frozenset[Any] = frozenset({_T.detach, torch.detach})
 _EXPORTING: frozenset[Any] = frozenset({_T.numpy, _T.__array__, _T.__dlpack__, _T.share_memory_})
-"""Calls whose result is read without anybody noticing: they get a copy."""
+"""Calls whose result is read outside torch's dispatch: they get a copy."""
 _STORAGES: frozenset[Any] = frozenset({_T.untyped_storage, _T.storage, _T._typed_storage})
 
 _REASON = "zero3 gathers parameters on use, between graphs; without fullgraph=True it works"
@@ -46,17 +46,17 @@ class Store(Protocol):
     gathering: Gathering
 
     def bucket_of(self, tensor: Tensor) -> Bucket | None:
-        """The bucket in whose memory a tensor lies, if it is the store's."""
+        """The bucket whose memory contains the tensor, if it is in the store."""
 
 
 def gather_on_use(parameter: nn.Parameter, store: Store) -> None:
-    """Make a parameter whose data lies in `store` one that is gathered on use."""
+    """Have a parameter whose data is in `store` gathered on use."""
     gathered.install(_call, pin)
     gathered.gather_on_use(parameter, store)
 
 
 def pin(things: Any) -> None:
-    """Keep the memory of tensors among these for somebody who reads it without telling."""
+    """Pin the memory of tensors among these, which is read outside torch's dispatch."""
     for tensor in _on_use(things):
         for store, buckets in _places([tensor]).items():
             for bucket in buckets:
@@ -64,7 +64,7 @@ def pin(things: Any) -> None:
 
 
 def plain_copies(state: dict[str, Any]) -> None:
-    """Replace tensors that are gathered on use by copies, in place. What was one tensor stays one."""
+    """Replace tensors that are gathered on use by copies, in place. Tied tensors stay tied."""
     copies: dict[Any, Tensor] = {}
     for name, value in state.items():
         if type(value) is GatheredView:
@@ -98,7 +98,7 @@ def _call(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
 
 
 def _used(func: Any, args: tuple[Any, ...], options: dict[str, Any], found: list[Tensor]) -> Any:
-    """Call with these tensors gathered, and mind what is saved for backward."""
+    """Call with these tensors gathered, and track what is saved for backward."""
     places = _places(found)
     begun: list[tuple[Store, list[Bucket]]] = []
     try:
@@ -125,7 +125,7 @@ def _used(func: Any, args: tuple[Any, ...], options: dict[str, Any], found: list
 
 
 def _hook(places: dict[Store, list[Bucket]]) -> bool:
-    """Have hooks for what autograd saves, which are then to be popped, or everything pinned if there may be none."""
+    """Push hooks for what autograd saves, which the caller pops; where hooks are disabled, pin everything."""
     if _hooks._saved_tensors_hooks_is_enabled():
         saving = _Saving(list(places), _hooks._top_saved_tensors_default_hooks(True))
         _hooks._push_saved_tensors_default_hooks(saving.pack, _unpack)
@@ -137,7 +137,7 @@ def _hook(places: dict[Store, list[Bucket]]) -> bool:
 
 
 class _Saving:
-    """What one call saves. Tensors that are not the stores' go where they would have gone: to the hooks in force."""
+    """What one call saves. Tensors outside the stores go to the hooks that were already in force."""
 
     def __init__(self, stores: list[Store], outer: Any) -> None:
         self._stores = stores
@@ -156,10 +156,10 @@ class _Saving:
 
 
 class _Saved:
-    """A tensor that autograd saved. Where there are hooks torch compares no versions, so this does."""
+    """A tensor that autograd saved. Torch compares no versions of tensors saved through hooks, so this does."""
 
     def __init__(self, tensor: Tensor, gathering: Gathering | None, bucket: Bucket | None) -> None:
-        self._tensor = tensor.detach()  # an output would keep itself alive
+        self._tensor = tensor.detach()  # an output would otherwise keep itself alive
         self._version = tensor._version
         self._gathering = gathering
         self._bucket = bucket
@@ -192,7 +192,7 @@ def _differentiate(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> Any:
-    """`torch.autograd.grad`, which needs no elements of what it is asked about, only to know what it is."""
+    """`torch.autograd.grad`, which needs the identity of its inputs and not their elements."""
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     found = torch.autograd.grad(
@@ -216,13 +216,13 @@ def _edge(tensor: Any) -> Any:
 
 
 def _pin_if_saved(func: Any, found: list[Tensor]) -> None:
-    """Hooks of somebody else's that keep what they are given by `x.detach()` or `x.data` lose its class on the way."""
+    """Pin for third-party hooks that save `x.detach()` or `x.data`, which loses the tensor's class."""
     if func in _DETACHING or getattr(func, "__self__", None) is _T.data:
         pin(found)
 
 
 def _places(found: Iterable[Tensor]) -> dict[Store, list[Bucket]]:
-    """The buckets in which tensors lie, each once, by store. None of what is lent out of its store."""
+    """The buckets that contain these tensors, each once, by store. Tensors lent out of their store have none."""
     places: dict[Store, list[Bucket]] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in found:
@@ -234,7 +234,7 @@ def _places(found: Iterable[Tensor]) -> dict[Store, list[Bucket]]:
 
 
 def _hold(places: dict[Store, list[Bucket]]) -> None:
-    """A trace reads parameters where they are, as often as it is called."""
+    """Hold these buckets: a trace reads parameters at their addresses on every call."""
     for store, buckets in places.items():
         for bucket in buckets:
             store.gathering.hold(bucket)
@@ -250,14 +250,14 @@ def _copied(value: Any) -> Any:
 
 
 def _read_only(exported: Any) -> Any:
-    """Not to be written, if it is an array: nobody would see it."""
+    """Make an exported array read-only: a write to the copy would be lost."""
     if hasattr(exported, "flags"):
         exported.flags.writeable = False
     return exported
 
 
 def _on_use(things: Any) -> Iterator[Tensor]:
-    """The tensors among these that are gathered on use, however deep in containers."""
+    """The tensors among these that are gathered on use, in containers of any depth."""
     if isinstance(things, GatheredParameter | GatheredView):
         yield things
     elif isinstance(things, tuple | list):
@@ -268,7 +268,7 @@ def _on_use(things: Any) -> Iterator[Tensor]:
 
 
 def _mark(result: Any, stores: Iterable[Store]) -> Any:
-    """Make those of the results views that share the memory of a store."""
+    """Mark as views the results that share the memory of a store."""
     if type(result) is Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             for store in stores:

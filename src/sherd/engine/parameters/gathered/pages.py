@@ -1,7 +1,7 @@
-"""Memory that is a bucket's for good, and exists while it is needed.
+"""Memory for a bucket: its address is fixed, its contents exist while they are needed.
 
-A bucket of parameters that is gathered on use has its place for good, so that views of it, tied weights and what
-autograd saved stay valid. What is behind them exists from `acquire` until `release`.
+A bucket that is gathered on use has a fixed address, so that views, tied weights and tensors that autograd saved stay
+valid. The memory behind it exists from `acquire` until `release`.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ from sherd.comm import Backing
 from sherd.comm.host.memory import PAGE, round_up
 from sherd.engine.parameters import page_map
 
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # not known to kernels before 5.14
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # unknown to kernels before 5.14
 _MAP_FIXED = 0x10
 _libc = ctypes.CDLL(None, use_errno=True)
-if sys.platform == "linux":  # elsewhere no ranks share memory
+if sys.platform == "linux":  # ranks share memory only there
     _libc.mmap.restype = ctypes.c_void_p
     _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 
 
 class Pages(Protocol):
-    """Room for one bucket."""
+    """Memory for one bucket."""
 
     memory: Tensor
-    """All of it, flat, as this rank's parameters have it."""
+    """All of it, flat, as this rank's parameters see it."""
     target: Tensor
-    """The same for whoever fills it, where what the rank writes into its own `memory` is told apart."""
+    """The same memory for gathering, where that must be told apart from the rank's own writes into `memory`."""
 
     def acquire(self) -> None:
-        """It is about to be written."""
+        """Prepare the memory to be written."""
 
     def release(self) -> None:
-        """Give the memory back. What it held is lost."""
+        """Give the memory back. Its contents are lost."""
 
     def written(self) -> bool:
-        """Whether the rank has written into `memory` since it was acquired, as far as can be told."""
+        """Whether the rank has written into `memory` since it was acquired, as far as can be detected."""
 
 
 class _Reserved:
-    """Addresses that are this object's for good, at which memory of files can appear."""
+    """A fixed range of addresses at which files can be mapped."""
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self.nbytes = max(round_up(numel * dtype.itemsize, PAGE), PAGE)
         self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A huge page may reach into the memory of the next bucket, which would then be there without being gathered.
+        # A huge page may reach into the memory of the next bucket, which would then exist without being gathered.
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
             self._map.madvise(mmap.MADV_NOHUGEPAGE)
         self.memory = torch.frombuffer(self._map, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def show(self, backing: Backing | None, flags: int) -> None:
-        """Have memory of a file appear here, or zeros; what was here is gone."""
+        """Map a file here, or zeros; the previous mapping is lost."""
         fd, offset = backing or (-1, 0)
         flags |= _MAP_FIXED | (0 if backing else mmap.MAP_ANONYMOUS)
         protection = mmap.PROT_READ | mmap.PROT_WRITE
@@ -70,7 +70,7 @@ class _Reserved:
 
 
 class AnonymousPages:
-    """Memory of this process alone, of which nobody can tell who wrote it: pages come with the first write."""
+    """Private memory of this process, whose pages are created by the first write. Writes cannot be detected."""
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self._reserved = _Reserved(numel, dtype)
@@ -87,7 +87,7 @@ class AnonymousPages:
 
 
 class PrivatePages:
-    """Memory of this process alone, mapped twice: pages that are written through `memory` become copies."""
+    """Private memory of this process, mapped twice: pages that are written through `memory` become copies."""
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self._seen, self._filled = _Reserved(numel, dtype), _Reserved(numel, dtype)
@@ -113,7 +113,7 @@ class PrivatePages:
 
 
 class AliasPages:
-    """Addresses at which memory that ranks share can appear. What this rank writes there stays its own."""
+    """Addresses at which memory that ranks share can be mapped. What this rank writes there stays private."""
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self._reserved = _Reserved(numel, dtype)
@@ -121,7 +121,7 @@ class AliasPages:
         self.nbytes = self._reserved.nbytes
 
     def show(self, backing: Backing, target: Tensor) -> None:
-        """Have the shared memory of `target`, which begins with a page and is as large, appear here."""
+        """Map the shared memory of `target` here; it is page-aligned and of the same size."""
         self._reserved.show(backing, mmap.MAP_PRIVATE)
         self.target = target
         _populate(self.memory, _MADV_POPULATE_READ)
@@ -130,7 +130,7 @@ class AliasPages:
         return
 
     def release(self) -> None:
-        """Here are zeros from now on. The memory itself stays."""
+        """Map zeros here. The shared memory itself stays."""
         self._reserved.show(None, mmap.MAP_PRIVATE)
         self.target = self.memory
 
@@ -141,7 +141,7 @@ class AliasPages:
 
 
 class DevicePages:
-    """Memory of a device, where addresses cannot be kept: the storage that all views have in common is emptied."""
+    """Memory of a device, where addresses cannot be kept: the storage that all views share is emptied."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.memory = self.target = torch.empty(numel, dtype=dtype, device=device)
@@ -158,7 +158,7 @@ class DevicePages:
 
 
 def make_pages(numel: int, dtype: torch.dtype, device: torch.device) -> Pages:
-    """Room for a bucket that this process has for itself."""
+    """Memory for a bucket that only this process uses."""
     if device.type != "cpu":
         return DevicePages(numel, dtype, device)
     return PrivatePages(numel, dtype) if page_map.can_tell() else AnonymousPages(numel, dtype)
@@ -174,6 +174,6 @@ def resident_bytes(memory: Tensor) -> int:
 
 
 def _populate(memory: Tensor, advice: int) -> None:
-    """Have all pages at once, which takes less than a fault for each; a kernel that cannot do so makes them later."""
+    """Create all pages at once, which is faster than one fault each; a kernel that cannot creates them on use."""
     if memory.numel():
         _libc.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(round_up(memory.nbytes, PAGE)), advice)

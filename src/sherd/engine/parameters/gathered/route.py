@@ -1,9 +1,8 @@
-"""The order in which buckets are used, learned from how it went before.
+"""The order in which buckets are used, learned from earlier steps.
 
-What comes next is told by the last three that were used: forward and backward go through the same buckets in opposite
-directions. Where the same three were once followed by another, nothing is told any more, so that a model that goes a
-different way each time gathers nothing in vain. All of it depends on nothing but what was used: ranks that use the same
-expect the same.
+The last three buckets predict the next: forward and backward go through the same buckets in opposite directions. Where
+the same three were followed by different buckets, there is no prediction, so that a model that takes a different path
+each time gathers nothing in vain. A prediction depends only on what was used: ranks that use the same predict the same.
 """
 
 from __future__ import annotations
@@ -12,23 +11,23 @@ from collections.abc import Hashable
 from typing import Generic, TypeVar, cast
 
 END = -1
-"""A step: what was gathered before is of no use after it."""
+"""The end of a step: what was gathered before it is out of date."""
 _UNSURE = -2
 _MOST = 1 << 16
-"""Contexts to remember."""
+"""The number of contexts to remember."""
 
 T = TypeVar("T", bound=Hashable)
 
 
 class Route(Generic[T]):
-    """Learns an order and foretells it."""
+    """Learns an order and predicts it."""
 
     def __init__(self) -> None:
         self._last: tuple[T | int, ...] = (END, END, END)
         self._next: dict[tuple[T | int, ...], T | int] = {}
 
     def visit(self, bucket: T | int) -> bool:
-        """A bucket is used; whether it is another one than before."""
+        """A bucket is used; return whether it is another one than before."""
         if bucket == self._last[2]:
             return False
         if len(self._next) >= _MOST:
@@ -43,7 +42,7 @@ class Route(Generic[T]):
         self.visit(END)
 
     def ahead(self, count: int) -> list[T]:
-        """The buckets that come next, at most `count`; none beyond the end of a step."""
+        """The buckets expected next, at most `count`; none beyond the end of a step."""
         last, found = self._last, list[T]()
         while len(found) < count:
             bucket = self._next.get(last, END)

@@ -1,4 +1,4 @@
-"""Parameters of which a rank keeps its slices, and the rest only while it is used."""
+"""Parameters of which a rank keeps its slices, and everything else only while it is used."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from sherd.engine.parameters.store import Members, ParameterStore
 from sherd.layout.entry import dtype_of
 
 _numbers: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
-"""How many models each communicator's ranks have distributed, which they do in the same order."""
+"""How many models the ranks of each communicator have distributed, in the same order on all of them."""
 
 
 @dataclass
 class GatheredValues(Values):
-    """Where the values of a bucket live that is gathered on use: `whole` is there from then until it is released."""
+    """The values of a bucket that is gathered on use: `whole` exists from then until it is released."""
 
     rows: Tensor
-    """what this rank holds of it for its group (see `mesh`)"""
+    """the part that this rank holds for its group (see `mesh`)"""
     pages: Pages
     name: str
-    """by which ranks tell what they gather"""
+    """names the bucket in calls that gather it"""
 
 
 class GatheredStore(ParameterStore):
-    """Every rank has its rows (see `mesh`); a bucket is whole on a rank while it is used there. Frozen ones too."""
+    """Every rank has its rows (see `mesh`); a bucket, frozen or not, is whole on a rank while it is used there."""
 
     whole = False
     compares_edits = True
@@ -54,7 +54,7 @@ class GatheredStore(ParameterStore):
             dtype: torch.zeros(size, dtype=dtype_of(dtype), device=self._device) for dtype, size in sizes.items()
         }
         number = _numbers[self._comm] = _numbers.get(self._comm, 0) + 1
-        self._written: dict[TrackedParameter, int] = {}  # digests of what this rank had written into released buckets
+        self._written: dict[TrackedParameter, int] = {}  # digests of what this rank wrote into buckets released since
         self._places: dict[int, Bucket] = {}
         for bucket, flat in zip(
             buckets, carve(self._flats, described, lambda each: groups * each.slice_numel), strict=True
@@ -69,7 +69,7 @@ class GatheredStore(ParameterStore):
         self.gathering = Gathering(self._fetch, self._release, self._write_back, self._is_written)
 
     def take_over(self) -> None:
-        """Take rank 0's values, and then their memory: one parameter at a time."""
+        """Take over rank 0's values and free the old memory, one parameter at a time."""
         self.from_leader(member.parameter for member in self._members)
         for member in self._members:
             self._put(member, member.parameter.detach())
@@ -79,10 +79,10 @@ class GatheredStore(ParameterStore):
     # ---------------------------------------------------------------- on use
 
     def bucket_of(self, tensor: Tensor) -> Bucket | None:
-        """The bucket in whose memory a tensor lies, if it is the store's."""
+        """The bucket whose memory contains the tensor, if it is in the store."""
         try:
             return self._places.get(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):  # it has none: sparse, or of a transform
+        except (NotImplementedError, RuntimeError):  # no address: sparse, or wrapped by a transform
             return None
 
     def place(self, member: TrackedParameter) -> object:
@@ -96,7 +96,7 @@ class GatheredStore(ParameterStore):
     def _fetch(self, bucket: Bucket) -> Handle:
         values = values_of(bucket)
         values.pages.acquire()
-        # By name: ranks that gather different buckets of one size must find out.
+        # The name makes ranks that gather different buckets of the same size fail.
         return self._mesh.gather(values.rows, values.pages.target, values.name)
 
     def _release(self, bucket: Bucket) -> None:
@@ -106,7 +106,7 @@ class GatheredStore(ParameterStore):
         return values_of(bucket).pages.written()
 
     def _write_back(self, bucket: Bucket) -> None:
-        """Keep this rank's rows of what it wrote, and remember all of it, to be compared with the other ranks'."""
+        """Keep this rank's rows of what it wrote, and digests of all of it to compare with the other ranks'."""
         values = values_of(bucket)
         values.rows.copy_(self._mesh.rows(values.whole))
         with bypass_torch_function():
@@ -137,7 +137,7 @@ class GatheredStore(ParameterStore):
         return found
 
     def digests(self, members: Members) -> list[int]:
-        here = set(self.gathering.gathered)  # what was written into these was not released since
+        here = set(self.gathering.gathered)  # these still hold what was written into them
         for bucket in _buckets(members):
             self.gathering.touch(bucket)
         return [
@@ -196,7 +196,7 @@ class GatheredStore(ParameterStore):
 
 def values_of(bucket: Bucket) -> GatheredValues:
     """The values of a bucket that is gathered on use."""
-    assert isinstance(bucket.values, GatheredValues), "this store has made them"
+    assert isinstance(bucket.values, GatheredValues), "this store created them"
     return bucket.values
 
 
