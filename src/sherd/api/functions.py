@@ -24,7 +24,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     engine = training_of(model).engine
     if not max_norm > 0:
         raise ConfigError(f"clip_grad_norm_ got max_norm={max_norm!r}; write a number above 0")
-    return torch.tensor(engine.clip(float(max_norm)) if engine.window.complete else float("nan"))
+    return torch.tensor(engine.clip(float(max_norm)) if engine.window.whole else float("nan"))
 
 
 def full_grad(parameter: Tensor) -> Tensor | None:

@@ -26,7 +26,7 @@ from sherd.engine.buckets.exchange import Exchange
 from sherd.engine.buckets.inventory import Inventory
 from sherd.engine.buckets.ring import Reductions
 from sherd.engine.buckets.tracked import TrackedParameter
-from sherd.engine.consistency.agreement import agree, agree_on_edits, report, take_over
+from sherd.engine.consistency.agreement import agree, agree_on_edits, apply, report
 from sherd.engine.consistency.settings import compare_optimizers, compare_unfrozen
 from sherd.engine.consistency.torn import Torn
 from sherd.engine.consistency.unchanged import Unchanged
@@ -157,7 +157,7 @@ class Engine:
         if self.round.state is round.State.FAILED:
             return  # other models of this process may go on
         self._unfreeze_if_asked()
-        self.access.hide(self.buckets, self.window.complete)  # autograd must find nothing to add to
+        self.access.hide(self.buckets, self.window.whole)  # autograd must find nothing to add to
         if not self.window.open and not any(member.used or member.used_here for member in self.buckets.parameters):
             self.gradient.restart(self.buckets)  # somebody dropped it all: model.zero_grad()
         self.round.move(round.State.OPEN)
@@ -202,7 +202,7 @@ class Engine:
         if self.round.state is round.State.COLLECTING:
             if self._reduces:
                 self._flush()
-            if self.window.complete and not self.window.holding:
+            if self.window.whole and not self.window.holding:
                 self.gradient.divide(self.buckets)
         self.round.close()
         self._show()
@@ -241,7 +241,7 @@ class Engine:
             with labelled(f"what was done to parameters before step {self.steps}"):
                 self.unchanged.compare(f"before step {self.steps}")
         self._uniform = agreed.uniform
-        take_over(agreed, self.buckets, self.gradient, self.comm.world)
+        apply(agreed, self.buckets, self.gradient, self.comm.world)
         return [bucket for bucket, is_late in zip(self.buckets.buckets, agreed.late, strict=True) if is_late]
 
     def _learn(self) -> None:
@@ -255,7 +255,7 @@ class Engine:
         self._learned = True
 
     def _show(self) -> None:
-        if self.window.complete:
+        if self.window.whole:
             self.access.show(self.buckets)
 
     # ---------------------------------------------------------------- the gradient between backward and step
@@ -401,7 +401,7 @@ class Engine:
         self.buckets = self.buckets.unfrozen(members)
         self._train(members)
         self._learned = False
-        if isinstance(self.updater, OptimizerShard):
+        if self.updater is not None:
             self.updater.follow(self.buckets)
 
     def _train(self, members: Iterable[TrackedParameter]) -> None:

@@ -13,7 +13,7 @@ from sherd.engine.buckets.bucket import Bucket, Local, Sum
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.exchange import ReplicaExchange, SliceExchange, WholeExchange
 from sherd.engine.buckets.ring import Reductions
-from sherd.engine.buckets.tracked import TrackedParameter, Use
+from sherd.engine.buckets.tracked import Mode, TrackedParameter
 from sherd.engine.gradients import round
 from sherd.engine.gradients.round import Round
 from sherd.errors import SherdError
@@ -98,7 +98,7 @@ def test_unfreezing_makes_a_new_list_of_the_same_buckets(frozen, order):
         assert later.buckets[:-1] == now.buckets and later.buckets[-1] is every[index].bucket
         assert later.parameters == (*now.parameters, every[index])
         assert later.launch_order[-1] is every[index].bucket
-        assert every[index].use is Use.TRAINED
+        assert every[index].mode is Mode.TRAINED
         assert all(torch.equal(bucket.norms, norms[bucket]) for bucket in now.buckets)
         now = later
     assert now.frozen == () and set(now.parameters) == set(every)

@@ -230,7 +230,7 @@ class Bucket:
                     member.local.zero_()  # type: ignore[union-attr]
                 member.filled = False
             self.move(Sum.REDUCING)
-            reductions.start(self, self.exchange.reduce_in_place(self, op), self.sum, None, last=True)
+            reductions.add(self, self.exchange.reduce_in_place(self, op), self.sum, None, last=True)
         self.local = Local.NONE
 
     def _launch_through_ring(self, op: str, reductions: Reductions) -> None:
@@ -244,7 +244,7 @@ class Bucket:
             target = self.sum[piece.start : piece.stop]
             handle, addend = self.exchange.reduce(slot, own, target, op, first)
             reductions.ring.lend(handle)
-            reductions.start(self, handle, target, addend, last=piece is self._pieces[-1][0])
+            reductions.add(self, handle, target, addend, last=piece is self._pieces[-1][0])
         for member in self.members:
             member.contribution = None
         if not self._pieces:  # no member has any elements
@@ -271,7 +271,7 @@ class Bucket:
             torch.cat(runs[before + 1 :], out=slot[(rank + 1) * size :])
         return runs[before]
 
-    def complete(self) -> None:
+    def finish(self) -> None:
         """The reduction is complete."""
         self.move(Sum.DONE)
         self.measure()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from sherd.engine.buckets.bucket import Bucket
 from sherd.engine.buckets.norms import NormTable
-from sherd.engine.buckets.tracked import TrackedParameter, Use
+from sherd.engine.buckets.tracked import Mode, TrackedParameter
 from sherd.layout.shard_layout import ShardLayout
 
 
@@ -45,16 +45,16 @@ class BucketList:
         ordered = [*trained, *frozen]
         made = [Bucket(each, [ordered[entry] for entry in each.members]) for each in every.buckets]
         for member in trained:
-            member.use = Use.TRAINED
-        buckets, dormant = tuple(made[: len(layout.buckets)]), tuple(made[len(layout.buckets) :])
-        return cls(buckets, tuple(trained), buckets, layout, dormant, NormTable(buckets, trained, world))
+            member.mode = Mode.TRAINED
+        buckets, frozen_buckets = tuple(made[: len(layout.buckets)]), tuple(made[len(layout.buckets) :])
+        return cls(buckets, tuple(trained), buckets, layout, frozen_buckets, NormTable(buckets, trained, world))
 
     def unfrozen(self, members: Iterable[TrackedParameter]) -> BucketList:
         """The list in which these parameters are trained too."""
         members = tuple(members)
         joining = tuple(member.bucket for member in members)
         for member in members:
-            member.use = Use.TRAINED
+            member.mode = Mode.TRAINED
         buckets, parameters = self.buckets + joining, self.parameters + members
         return BucketList(
             buckets,

@@ -97,38 +97,38 @@ class Reductions:
     def slot(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A slot to fill and then lend to its reduction."""
         while len(self._under_way) >= MAX_ON_THE_WAY:
-            self._complete_oldest()
+            self._finish_oldest()
         return self.ring.take(numel, dtype, self._release)
 
-    def start(self, bucket: Bucket, handle: Handle, target: Tensor, addend: Tensor | None, last: bool) -> None:
+    def add(self, bucket: Bucket, handle: Handle, target: Tensor, addend: Tensor | None, last: bool) -> None:
         """Add a reduction that was started; `last` marks the last one of its bucket."""
         self._under_way.append(Reduction(bucket, handle, target, addend, last))
-        self._complete_done()
+        self._finish_done()
 
     def settle(self) -> None:
         """Complete every reduction in flight."""
         while self._under_way:
-            self._complete_oldest()
+            self._finish_oldest()
 
     def _release(self, handle: Handle) -> None:
         """Wait until the slot of this reduction is free."""
         if self._exchange.sum_in_slot:
             while any(reduction.handle is handle for reduction in self._under_way):
-                self._complete_oldest()
+                self._finish_oldest()
         else:
             handle.release()
-            self._complete_done()
+            self._finish_done()
 
-    def _complete_done(self) -> None:
+    def _finish_done(self) -> None:
         # Early, so that sums are used while in the cache and peers do not wait for what this rank can already read.
         while self._under_way and (self._under_way[0].handle.done() or len(self._under_way) > MAX_UNDER_WAY):
-            self._complete_oldest()
+            self._finish_oldest()
 
-    def _complete_oldest(self) -> None:
+    def _finish_oldest(self) -> None:
         bucket, handle, target, addend, last = self._under_way.popleft()
         handle.wait()
         self.ring.done(handle)
         if addend is not None:
             target.add_(addend)
         if last:
-            bucket.complete()
+            bucket.finish()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sherd.engine.buckets.bucket import Bucket
 
 
-class Use(enum.Enum):
+class Mode(enum.Enum):
     """Whether a parameter is trained. Once trained, it stays so, whatever `requires_grad` says later."""
 
     FROZEN = "frozen"
@@ -52,7 +52,7 @@ class TrackedParameter:
         self.name = name
         self.parameter = parameter
         self.entry = Entry(name, tuple(parameter.shape), dtype_name(parameter), order=memory_order(parameter))
-        self.use = Use.FROZEN
+        self.mode = Mode.FROZEN
         self.used = False
         """Whether it has a gradient on any rank."""
         self.used_here = False
@@ -69,7 +69,7 @@ class TrackedParameter:
         """Whether `local` has a contribution."""
 
     def __repr__(self) -> str:
-        return f"{self.name!r} ({self.use.value})"
+        return f"{self.name!r} ({self.mode.value})"
 
     @property
     def flattened(self) -> Tensor:

@@ -97,7 +97,7 @@ def report(
     )
 
 
-def take_over(agreed: Agreement, buckets: BucketList, gradient: Gradient, world: int) -> None:
+def apply(agreed: Agreement, buckets: BucketList, gradient: Gradient, world: int) -> None:
     """Apply what the ranks agreed on."""
     gradient.finite = agreed.finite
     gradient.weights.agreed(agreed.weight, agreed.weighing, world)

@@ -38,7 +38,7 @@ class Window:
         self.state = Filling.WHOLE if self.last else Filling.FILLING
 
     @property
-    def complete(self) -> bool:
+    def whole(self) -> bool:
         """Whether the gradient is visible: inside a window it is not complete yet."""
         return self.state is not Filling.FILLING
 

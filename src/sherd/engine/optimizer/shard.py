@@ -96,13 +96,13 @@ class OptimizerShard:
         kept = {p: self._state.pop(p) for p in joined if p in self._state}  # loaded while frozen
         self._take({}, kept)
         self._grouped = []
-        self._follow()
+        self._read_users_object()
 
     def step(self) -> None:
         """One update. Like torch, it skips parameters without a gradient: those that no rank has used."""
         if self.condition is not Condition.CLEAN:
             raise SherdError(f"the optimizer's shard is {self.condition.value} and cannot be stepped; load its state")
-        self._follow()
+        self._read_users_object()
         stepped = [chunk for member, cut in self._chunks.items() if member.used for chunk in cut]
         inner = self._inner()
         for chunk in stepped:
@@ -131,7 +131,7 @@ class OptimizerShard:
                 f"owner {self._owner} of {self._buckets.layout.world} got the communicator of rank {comm.rank} of "
                 f"{comm.world}; pass the one whose ranks are the owners"
             )
-        self._follow()
+        self._read_users_object()
         whole, other = gather_state(comm, self._buckets, self._chunks, self._state)
         state: dict[Any, Any] = {}
         for parameter in (parameter for group in self._optimizer.param_groups for parameter in group["params"]):
@@ -151,7 +151,7 @@ class OptimizerShard:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take this owner's part of what torch's own `state_dict` returned. Local; shares no memory with the caller."""
-        self._follow()
+        self._read_users_object()
         loaded: dict[str, Any] = {}
 
         def catch(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
@@ -166,11 +166,11 @@ class OptimizerShard:
         finally:
             hook.remove()
         self._state = defaultdict(dict)
-        if loaded:  # empty if the class has its own load_state_dict; then _follow takes over what it loaded
+        if loaded:  # empty if the class has its own load_state_dict; then _read_users_object takes over what it loaded
             ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
             parameters = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
             self._take(dict(zip(ids, parameters, strict=True)), loaded["state"])
-        self._follow()
+        self._read_users_object()
         # As at the end of torch's load_state_dict: classes convert the state of older versions there.
         self.condition = Condition.CLEAN
         inner = self._inner()
@@ -188,7 +188,7 @@ class OptimizerShard:
 
     def coming(self) -> list[tuple[dict[str, Any], list[Tensor]]]:
         """By group: the tensors that this owner steps and has no state for yet."""
-        self._follow()
+        self._read_users_object()
         groups = zip(self._optimizer.param_groups, self._held, strict=True)
         return [(group, [each for each in held["params"] if not self._state.get(each)]) for group, held in groups]
 
@@ -201,7 +201,7 @@ class OptimizerShard:
         live = [{**hyper_parameters(group), **held} for group, held in groups]
         return inner_optimizer(self._kind, inherited(self._optimizer), live, self._state)
 
-    def _follow(self) -> None:
+    def _read_users_object(self) -> None:
         """Take over changes to the user's object since the last time: groups, parameters, state."""
         groups = self._optimizer.param_groups
         grouped = [parameter for group in groups for parameter in (None, *group["params"])]

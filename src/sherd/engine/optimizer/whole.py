@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sherd.comm import Communicator
+from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.optimizer.elementwise import why_not_elementwise
 from sherd.engine.optimizer.shard import step_unhooked
 
@@ -25,6 +26,9 @@ class WholeOptimizer:
         closure = inspect.signature(self._kind.step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is closure.empty
         """Whether `step` requires a closure: it needs the loss."""
+
+    def follow(self, buckets: BucketList) -> None:
+        """More is trained from now on: torch's own step finds its gradients."""
 
     def step(self, closure: Any = None) -> Any:
         return step_unhooked(self._optimizer, self._kind, *(() if closure is None else (closure,)))
