@@ -245,10 +245,10 @@ def test_a_layout_that_cannot_be_is_refused(make, message):
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (lambda layout: layout.segments(-1), "no owner -1: the layout counts 2"),
+        (lambda layout: layout.segments(-1), "no owner -1: the layout has 2"),
         (lambda layout: layout.segments(2), "no owner 2"),
         (lambda layout: layout.segments(0, 9), "no bucket 9"),
-        (lambda layout: layout.locate(0, 15), "no element 15: the layout counts 15"),
+        (lambda layout: layout.locate(0, 15), "no element 15: the layout has 15"),
         (lambda layout: layout.locate(-1, 0), "no entry -1"),
         (lambda layout: list(layout.places(0, 9, 16)), "no elements 9 to 16: 'weight' has 15"),
         (lambda layout: layout.index("waight"), "no parameter 'waight'; did you mean 'weight'"),

@@ -1,4 +1,4 @@
-"""The shard layout: where every element of every parameter lies. Pure arithmetic, without torch.distributed.
+"""The shard layout: where every element of every parameter is stored. Pure arithmetic, without torch.distributed.
 
 `placement` and `entry` (what is divided, and how), `packing` (what shares a bucket), `slicing` (how a bucket is cut),
 `tree` (the order of sums), `description` (the layout as plain data), `shard_layout` (all of it; the nouns are defined

@@ -4,9 +4,8 @@
      "entries": [{"name": "net.weight", "shape": [7, 15], "dtype": "float32", "placement": "flat"}, ...],
      "buckets": [{"entries": [0, 1], "slice_numel": 256}, {"entries": [2], "slice_numel": 512, "holders": [3]}, ...]}
 
-What was chosen (the buckets, the holders of whole layers) is written out and never chosen again when read. The size of
-a slice follows from the rest; it is there so that a damaged description is found out. `holders` belongs to buckets of
-whole layers alone.
+Choices (the buckets, the holders of whole layers) are recorded, and never made again when read. The size of a slice
+follows from the rest; it is recorded to detect a damaged description. Only buckets of whole layers have `holders`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Description:
-    """What a description says; `packed` and `slices` have one item per bucket."""
+    """The contents of a description; `packed` and `slices` have one item per bucket."""
 
     entries: tuple[Entry, ...]
     tree: SummationTree
@@ -59,8 +58,8 @@ def describe(layout: Description) -> dict[str, Any]:
 
 
 def read(data: Mapping[str, Any]) -> Description:
-    """What `data` describes, or a `ConfigError` that says what is wrong with it."""
-    # The version first: another version may well have other fields, and its number says more than their names.
+    """Read `data`, or raise a `ConfigError` that says what is wrong with it."""
+    # The version first: another version may have other fields, and its number explains more than their names.
     if not isinstance(data, Mapping) or "version" not in data:
         raise ConfigError(f"a layout is described by a dict with a 'version', found {_short(data)}")
     if data["version"] != VERSION:

@@ -1,4 +1,4 @@
-"""What the layout knows of one parameter."""
+"""One parameter as the layout describes it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ITEMSIZE = {
     **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
     "complex128": 16,
 }
-"""Bytes per element, by torch's name of the dtype without `torch.`."""
+"""Bytes per element, by torch's name of the dtype, without `torch.`."""
 
 ALIGNMENT = 64
-"""Bytes. What torch's own allocator gives on a CPU; kernels take another way, with other bits, where they find less."""
+"""In bytes, as torch's own CPU allocator aligns; with less, kernels take another path, which gives other bits."""
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -38,12 +38,12 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """The dimensions of a tensor from the slowest to the fastest in memory; None if that is the order of their numbers.
+    """The dimensions of a tensor from the slowest to the fastest in memory; None if that is their own order.
 
-    Kernels choose their way by strides, even by those of dimensions of size 1: a 1 x 1 convolution in channels_last has
-    the same elements at the same addresses as a contiguous one, and other bits on some CPUs. So these dimensions have
-    a place in the order too: at equal strides the inner one, which is where both formats have them. Where there are
-    gaps, their strides say little, and kernels refuse formats that are neither: they go where one of the two has them.
+    Kernels choose their path by strides, even by those of dimensions of size 1: a 1 x 1 convolution in channels_last
+    has the same elements at the same addresses as a contiguous one, and gives other bits on some CPUs. So dimensions of
+    size 1 are ordered too: at equal strides they are the inner ones, as in both formats. In a tensor with gaps their
+    strides mean little, and kernels refuse formats that are neither: they are ordered as in one of the two.
     """
     shape, strides = tensor.shape, tensor.stride()
     if any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True)) or not tensor.numel():
@@ -55,7 +55,7 @@ def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
 
 
 def _usual_order(shape: Sequence[int], order: tuple[int, ...]) -> tuple[int, ...]:
-    """A memory format that has all dimensions but those of size 1 in this order, or the order itself."""
+    """A memory format that has all dimensions larger than 1 in this order, or the order itself."""
     contiguous = tuple(range(len(shape)))
     formats = (contiguous, (0, *contiguous[2:], 1)) if len(shape) in (4, 5) else (contiguous,)
     same = [usual for usual in formats if [d for d in usual if shape[d] > 1] == [d for d in order if shape[d] > 1]]
@@ -75,8 +75,8 @@ def dense_strides(shape: Sequence[int], order: Sequence[int] | None) -> tuple[in
 class Entry:
     """One parameter: its name, its global shape, its dtype by torch's name (`"float32"`) and its placement.
 
-    `order` has its dimensions from the slowest to the fastest in memory, where that is not the order of their numbers:
-    a convolution's weights may be kept channels last. Elements of the *flattened* entry are counted in this order.
+    `order` lists its dimensions from the slowest to the fastest in memory, if that is not their own order: a
+    convolution's weights may be kept channels last. Elements of the *flattened* entry are counted in this order.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Entry:
             )
 
     def flattened(self, tensor: Tensor) -> Tensor:
-        """A tensor of the entry's shape, element by element; a view where its memory has that order."""
+        """A tensor of the entry's shape, flat; a view if its memory has the entry's order."""
         return (tensor if self.order is None else tensor.permute(self.order)).reshape(-1)
 
     def shaped(self, flat: Tensor) -> Tensor:
@@ -116,8 +116,8 @@ class Entry:
         return flat.view(self.shape) if self.order is None else flat.as_strided(self.shape, self.strides)
 
     def settled(self, tensor: Tensor) -> Tensor:
-        """A tensor of the entry's shape as every store would have it in memory: dense, in the entry's order of
-        dimensions, and aligned. The tensor itself, if it is so already."""
+        """A tensor of the entry's shape in the memory layout of every store: dense, in the entry's order of
+        dimensions, and aligned. The tensor itself, if it already is."""
         if tensor.stride() == self.strides and (tensor.device.type != "cpu" or tensor.data_ptr() % ALIGNMENT == 0):
             return tensor
         return torch.empty_strided(self.shape, self.strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

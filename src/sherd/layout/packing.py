@@ -1,6 +1,6 @@
-"""Which parameters share a bucket, and who holds which whole layer: the choices that the arithmetic then follows.
+"""Which parameters share a bucket, and which owner holds which whole layer: the choices that the layout builds on.
 
-They are recorded in a layout's description, so a later version may choose otherwise and still read an old checkpoint.
+They are recorded in a layout's description, so a later version may choose differently and still read old checkpoints.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from sherd.layout.entry import ITEMSIZE, Entry
 from sherd.layout.placement import Placement, padded
 
 LARGEST_BUCKET_BYTES = 2 << 20
-"""The fastest of 0.5 to 8 MB: smaller ones cost more calls, larger ones leave the cache before they are reduced."""
+"""The fastest of 0.5 to 8 MB: smaller ones need more calls, larger ones leave the cache before they are reduced."""
 SMALLEST_BUCKET_BYTES = 64 << 10
 BUCKETS = 48
-"""How many a model is cut into, within these bounds. The ring's slots on a rank then take 2% of what a host holds for
-fp32 AdamW, and the first bucket can be reduced long before backward ends."""
+"""How many buckets a model is cut into, within these bounds. The ring's slots on a rank then take 2% of what a host
+holds for fp32 AdamW, and the first bucket can be reduced long before backward ends."""
 ACROSS_HOSTS = 2.25
-"""So many times as large are buckets that cross a network, where a call costs more. On two hosts of two ranks with
-1 Gbit/s between them, a step of 2.35 s took 2.15 s with buckets of 4 MB. The eighth more is for the biases and norms
-around a matrix of that size, which would need buckets of their own: 52 of them instead of 32 for a GPT of 33.7 M."""
+"""How much larger buckets are that cross a network, where a call costs more. On two hosts of two ranks with 1 Gbit/s
+between them, a step of 2.35 s took 2.15 s with buckets of 4 MB. The extra eighth is for the biases and norms around a
+matrix of that size, which would otherwise need their own buckets: 52 of them instead of 32 for a GPT of 33.7 M."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """The choice of one bucket: indices of its entries, and their holders if they are whole layers."""
+    """The contents of one bucket: indices of its entries, and their holders if they are whole layers."""
 
     members: tuple[int, ...]
     holders: tuple[int, ...] | None
@@ -51,7 +51,7 @@ def pack(entries: Sequence[Entry], world: int, bucket_numel: int) -> list[tuple[
 
     One bucket of each dtype and placement is open at a time; it closes before the entry that would overfill it, and an
     entry larger than `bucket_numel` has a bucket of its own. Buckets are ordered by their last entry: the order in
-    which they are complete when parameters arrive in the given order.
+    which they are completed when parameters arrive in the given order.
 
     A bucket of whole layers may hold more: `world` times its largest. Its slices are at least as long as its largest
     layer, so a bucket of fewer layers than owners would be mostly padding.
@@ -73,7 +73,7 @@ def pack(entries: Sequence[Entry], world: int, bucket_numel: int) -> list[tuple[
 
 
 def bucket_numel(entries: Sequence[Entry], bucket_bytes: int | None, crosses: bool) -> int:
-    """Elements of a bucket: what was asked for, or a share of the model, so that a small one wastes nothing."""
+    """Elements of a bucket: as requested, or a share of the model, so that a small model wastes nothing."""
     times = ACROSS_HOSTS if crosses else 1.0
     largest = max((ITEMSIZE[entry.dtype] for entry in entries), default=4)
     if bucket_bytes is None:
@@ -84,10 +84,10 @@ def bucket_numel(entries: Sequence[Entry], bucket_bytes: int | None, crosses: bo
 
 
 class Holders:
-    """Chooses the owners of whole layers, bucket by bucket: the largest layer first, to whoever has least.
+    """Chooses the owners of whole layers, bucket by bucket: the largest layer first, to the owner that has least.
 
-    Slices of one bucket are equal in size, so the balance that counts is inside the bucket; what an owner holds of the
-    buckets before only settles ties.
+    Slices of one bucket are equal in size, so the balance inside the bucket counts; what an owner holds of earlier
+    buckets only breaks ties.
     """
 
     def __init__(self, world: int) -> None:

@@ -5,11 +5,11 @@ consecutive elements of the row-major flattened parameter. Four placements exist
 
     flat      a run of the flattened parameter, cut only between blocks; the bucket decides where (see `slicing`)
     row       whole rows: indices of dimension 0; a parameter with no dimension counts as one row
-    column    whole columns: indices of dimension 1 with everything behind them; needs two dimensions
+    column    whole columns: indices of dimension 1 with all later dimensions; needs two dimensions
     layer     the whole parameter on one owner
 
-Rows and columns are shared out evenly: when they do not divide by the owners, the first owners hold one more, so none
-is lost, and an owner beyond the last row holds nothing.
+Rows and columns are divided evenly: when their number is not a multiple of the owners, the first owners hold one more,
+and an owner beyond the last row holds nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Region:
 
     @classmethod
     def of(cls, start: int, length: int, stride: int = 0, count: int = 1) -> Region:
-        """The region in its one form: runs that touch are joined, and an empty region is all zeros."""
+        """The region in canonical form: adjacent runs are joined, and an empty region is all zeros."""
         if length == 0 or count == 0:
             return cls(0, 0, 0, 0)
         if count == 1 or stride == length:
@@ -95,7 +95,7 @@ def sharer(total: int, owners: int, item: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A parameter seen as `(outer, extent, inner)`, of which the middle dimension is shared out: rows or columns."""
+    """A parameter seen as `(outer, extent, inner)`, whose middle dimension is divided: rows or columns."""
 
     outer: int
     extent: int
@@ -120,7 +120,7 @@ class Split:
 
 
 def flat_region(numel: int, begin: int, low: int, high: int) -> Region:
-    """The part of a parameter of `numel` elements, put at `begin` of a bucket, inside `[low, high)` of that bucket."""
+    """The part inside `[low, high)` of a bucket of a parameter of `numel` elements that begins at `begin`."""
     start, stop = max(low - begin, 0), min(high - begin, numel)
     return Region.of(start, max(stop - start, 0))
 
@@ -138,5 +138,5 @@ def regions(shape: tuple[int, ...], placement: Placement, owners: int, *, holder
 
 
 def slice_size(numel: int, owners: int) -> int:
-    """Elements of each of `owners` equal slices, whole blocks all, that together hold `numel`."""
+    """Elements of each of `owners` equal slices, in whole blocks, that together hold `numel`."""
     return padded(-(-numel // owners))

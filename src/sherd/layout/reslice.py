@@ -16,7 +16,7 @@ from sherd.layout.slicing import Segment
 class Move(NamedTuple):
     """`length` consecutive elements of the parameter `entry`, from a place in one layout to a place in another.
 
-    Offsets count within slices. The source and the destination may be the same owner; it is a move all the same.
+    Offsets count within slices. Source and destination may be the same owner.
     """
 
     entry: str
@@ -30,12 +30,12 @@ class Move(NamedTuple):
 
 
 def moves(src: ShardLayout, dst: ShardLayout, *, dst_owner: int | None = None) -> Iterator[Move]:
-    """Every move from `src` to `dst`, or those to `dst_owner` alone, in the order of `dst`: owner, bucket, offset.
+    """Every move from `src` to `dst`, or only those to `dst_owner`, in the order of `dst`: owner, bucket, offset.
 
-    Together they write each element of each parameter once, and no padding. Runs that follow one another at both ends
-    are one move.
+    Together they write each element of each parameter once, and no padding. Runs that are adjacent at both ends are one
+    move.
     """
-    _match(src, dst)  # before the first move is asked for, not when it is
+    _match(src, dst)  # at the call, not at the first move
     owners = range(dst.world) if dst_owner is None else (dst_owner,)
     return (move for owner in owners for segment in dst.segments(owner) for move in _fill(src, dst, segment))
 

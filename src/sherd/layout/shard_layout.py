@@ -1,23 +1,23 @@
-"""The shard layout: where every element of every parameter lies, for any number of owners. Pure arithmetic.
+"""The shard layout: where every element of every parameter is stored, for any number of owners. Pure arithmetic.
 
 The nouns, used in this sense everywhere:
 
     entry       one parameter, by name, global shape, dtype and placement
     placement   how an entry is divided among its owners: flat, row, column or layer (`placement`)
-    owner       who keeps, reduces and updates a part of the state: one of `world`, by number
+    owner       the rank that keeps, reduces and updates a part of the state: a number below `world`
     block       `BLOCK` elements. Every entry starts on a block boundary and slices are cut between blocks only, so that
                 a norm can be a sum over the same blocks, added in block order, whatever the number of owners. (Rows and
-                columns divide elsewhere: their blocks start anew in each owner's region and change with the world.)
+                columns divide elsewhere: their blocks start over in each owner's region and depend on the world.)
     bucket      entries of one dtype and one placement that are communicated together
     slice       what one owner holds of a bucket; the slices of a bucket are equal in size
     region      which elements of an entry an owner holds
-    segment     the part of one entry inside one slice: a region, and where it lies
+    segment     the part of one entry inside one slice: a region and its offset
     padded      rounded up to whole blocks, or to equal slices; `numel` alone never counts padding in an entry, a region
                 or a segment, and always does in a bucket or a slice, which are memory
-    position    the place of an entry among its bucket's members; everything else counts entries as the layout does
-    tree        the order in which the owners' contributions are added, a part of the layout since it decides bits
+    position    the index of an entry among its bucket's members; everywhere else entries have the layout's indices
+    tree        the order in which the owners' contributions are added, a part of the layout since it affects bits
 
-`packing` chooses the buckets, `slicing` cuts one, `description` writes it all down, `reslice` goes from one layout to
+`packing` chooses the buckets, `slicing` cuts one, `description` records the layout, `reslice` converts one layout to
 another.
 """
 
@@ -42,7 +42,7 @@ BUCKET_NUMEL = 4 * 1024 * 1024
 
 
 class Block(NamedTuple):
-    """One block of an entry, and where it lies in its owner's slice. `block` counts within the entry."""
+    """One block of an entry, and its offset in its owner's slice. `block` counts within the entry."""
 
     entry: int
     block: int
@@ -71,8 +71,8 @@ class ShardLayout:
     ) -> ShardLayout:
         """Pack `entries` into buckets of at most `bucket_numel` elements; sum in groups of `group`.
 
-        They are packed in their own order, or in `order`, which lists their indices: how gradients arrive is not how
-        parameters are counted. Without `group` all owners are one group: plain rank order.
+        They are packed in their own order, or in `order`, which lists their indices: gradients do not arrive in the
+        order of the parameters. Without `group` all owners are one group: plain rank order.
         """
         entries = tuple(entries)
         order = range(len(entries)) if order is None else order
@@ -97,7 +97,7 @@ class ShardLayout:
         return cls(entries, tree.world, tree.group, buckets)
 
     def grown(self, entries: Iterable[Entry]) -> ShardLayout:
-        """The same layout with further entries behind the others, each in a bucket of its own."""
+        """The same layout with more entries at the end, each in its own bucket."""
         entries = tuple(entries)
         if any(entry.placement is Placement.LAYER for entry in entries):
             raise ConfigError("a layout can only grow by entries that are divided, not by whole layers")
@@ -137,19 +137,19 @@ class ShardLayout:
         return self._home(entry)[0]
 
     def bucket_offset(self, entry: int) -> int:
-        """Where an entry begins in its bucket, all slices laid end to end; rows and columns have no such one place."""
+        """Where an entry begins in its bucket, all slices laid end to end; rows and columns have no single offset."""
         bucket, position = self._home(entry)
         if isinstance(bucket, FlatBucket):
             return bucket.begins[position]
         if isinstance(bucket, LayerBucket):
             return bucket.holders[position] * bucket.slice_numel + bucket.begins[position]
         raise ConfigError(
-            f"parameter {self.entries[entry].name!r} has placement {bucket.placement.value!r} and so no one offset in "
-            f"its bucket; use segments_of({entry}), which says where each owner's part lies"
+            f"parameter {self.entries[entry].name!r} has placement {bucket.placement.value!r} and so no single offset "
+            f"in its bucket; use segments_of({entry}), which has the offset of each owner's part"
         )
 
     def segments(self, owner: int, bucket: int | None = None) -> tuple[Segment, ...]:
-        """What `owner` holds, in bucket and slice order; of one bucket if asked."""
+        """What `owner` holds, in bucket and slice order; only of `bucket`, if given."""
         _within("owner", owner, self.world)
         chosen = self.buckets if bucket is None else (self.buckets[_within("bucket", bucket, len(self.buckets))],)
         return tuple(segment for each in chosen for segment in each.segments(owner))
@@ -160,12 +160,12 @@ class ShardLayout:
         return tuple(bucket.segments_of(position))
 
     def locate(self, entry: int, element: int) -> Place:
-        """Where an element of the flattened entry lies."""
+        """Where an element of the flattened entry is stored."""
         bucket, position = self._home(entry)
         return bucket.place(position, _within("element", element, self.entries[entry].numel))
 
     def places(self, entry: int, start: int, stop: int) -> Iterator[Place]:
-        """Where the elements `[start, stop)` of the flattened entry lie: runs, in element order."""
+        """Where the elements `[start, stop)` of the flattened entry are stored: runs, in element order."""
         bucket, position = self._home(entry)
         numel = self.entries[entry].numel
         if not 0 <= start <= stop <= numel:
@@ -177,7 +177,7 @@ class ShardLayout:
             start += length
 
     def blocks(self, owner: int, bucket: int | None = None) -> Iterator[Block]:
-        """The blocks that `owner` holds, in bucket and slice order; of one bucket if asked."""
+        """The blocks that `owner` holds, in bucket and slice order; only of `bucket`, if given."""
         for segment in self.segments(owner, bucket):
             for block in range(segment.blocks):
                 offset = segment.offset + block * BLOCK
@@ -193,7 +193,7 @@ class ShardLayout:
         return self._first_blocks[-1]
 
     def to_json(self) -> dict[str, Any]:
-        """A description of plain dicts, lists, strings and numbers, enough to make the layout again."""
+        """A description of plain dicts, lists, strings and numbers, from which the layout can be rebuilt."""
         slices = [bucket.slice_numel for bucket in self.buckets]
         return describe(Description(self.entries, self.tree, self._packed, slices))
 
@@ -240,7 +240,7 @@ def _cut_bucket(index: int, entries: Sequence[Entry], world: int, packed: Packed
 
 
 def _within(what: str, number: int, count: int) -> int:
-    # Python would take -1 for the last one and answer wrongly in silence.
+    # Python would silently take -1 for the last one.
     if not 0 <= number < count:
-        raise ConfigError(f"there is no {what} {number}: the layout counts {count}, from 0")
+        raise ConfigError(f"there is no {what} {number}: the layout has {count}, counted from 0")
     return number

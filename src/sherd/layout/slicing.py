@@ -1,16 +1,16 @@
-"""How one bucket is cut into slices, and where each of its parameters comes to lie.
+"""How one bucket is cut into slices, and where each of its parameters is stored.
 
-All entries of a bucket share dtype and placement, and each placement has its way of cutting:
+All entries of a bucket share dtype and placement, and each placement is cut in its own way:
 
-    FlatBucket    entries one behind the other, each from a block boundary; then cut into slices between blocks. Where
-                  an entry begins does not depend on the world: only the padding at the tail does.
+    FlatBucket    entries end to end, each from a block boundary, cut into slices between blocks. Where an entry begins
+                  does not depend on the world: only the padding at the tail does.
     SplitBucket   owner by owner: the slice of an owner holds its rows (or columns) of every entry, each from a block
                   boundary
     LayerBucket   owner by owner: the slice of an owner holds whole entries, each from a block boundary
 
-Slices of a bucket are equal in size: the largest decides and the others are padded. Members are named here by their
-*position* in the bucket. Everything is computed when asked for, owner by owner, since a layout of 1,024 owners has a
-thousand times more segments than any one rank needs.
+Slices of a bucket are equal in size: they are padded to the largest. Members are numbered here by their *position* in
+the bucket. Everything is computed on demand, owner by owner, since a layout of 1,024 owners has a thousand times more
+segments than any one rank needs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Segment(NamedTuple):
     bucket: int
     owner: int
     offset: int
-    """where it begins in the slice: a block boundary; its elements follow one another there"""
+    """where it begins in the slice: a block boundary; its elements are contiguous there"""
     region: Region
-    """which elements of the parameter, in the order in which they lie in the slice"""
+    """which elements of the parameter, in the order of the slice"""
     first_block: int
-    """which block of the parameter its first is; the others follow"""
+    """the index of its first block in the parameter; the others follow"""
 
     @property
     def numel(self) -> int:
@@ -53,7 +53,7 @@ class Segment(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where one element lies, and how many elements behind it surely lie behind it there too (itself included)."""
+    """Where one element is stored, and how many elements from there on are certainly contiguous, itself included."""
 
     bucket: int
     owner: int
@@ -90,7 +90,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def place(self, position: int, element: int) -> Place:
-        """Where an element of the flattened member lies."""
+        """Where an element of the flattened member is stored."""
 
     def blocks(self, position: int) -> int:
         """How many blocks the member has, over all owners."""
@@ -108,19 +108,19 @@ class Bucket(ABC):
 
     @abstractmethod
     def _positions(self, owner: int) -> Sequence[int]:
-        """The members that may have elements in the slice of `owner`: all that have, and few more."""
+        """The members that may have elements in the slice of `owner`: all that do, and a few more."""
 
     @abstractmethod
     def _owners(self, position: int) -> Sequence[int]:
-        """The owners that may hold elements of the member: all that do, and few more."""
+        """The owners that may hold elements of the member: all that do, and a few more."""
 
     @abstractmethod
     def _segment(self, position: int, owner: int) -> Segment:
-        """The segment of the member in the slice of `owner`, with an empty region when there is none."""
+        """The segment of the member in the slice of `owner`, with an empty region if there is none."""
 
 
 class FlatBucket(Bucket):
-    """One member behind the other, cut between blocks wherever a slice ends."""
+    """Members end to end, cut between blocks wherever a slice ends."""
 
     @cached_property
     def begins(self) -> tuple[int, ...]:
@@ -152,7 +152,7 @@ class FlatBucket(Bucket):
 
 
 class SplitBucket(Bucket):
-    """Rows or columns. Blocks start anew in each owner's region, so unlike the others' they depend on the world."""
+    """Rows or columns. Blocks start over in each owner's region, so unlike those of others they depend on the world."""
 
     @cached_property
     def _splits(self) -> tuple[Split, ...]:
@@ -206,7 +206,7 @@ class SplitBucket(Bucket):
 
 @dataclass(frozen=True)
 class LayerBucket(Bucket):
-    """Whole parameters: `holders` names the owner of each member."""
+    """Whole parameters: `holders` has the owner of each member."""
 
     holders: tuple[int, ...]
 

@@ -1,11 +1,11 @@
-"""Everything of torch's and Python's that is replaced or changed in a running process: one file for each.
+"""Everything in torch and Python that is replaced or changed in a running process: one file for each.
 
-Each has `install`, which may be called again and again, `uninstall`, which leaves torch and Python as they were (live
-objects keep their classes), and `RELIES_ON`: what of torch's own it knows, as `module:attribute`, with the names of its
-parameters ("..." for the rest of them), or None where these do not matter. docs/patches.md has the reasons.
+Each has `install`, which may be called repeatedly, `uninstall`, which leaves torch and Python as they were (live
+objects keep their classes), and `RELIES_ON`: the parts of torch that it depends on, as `module:attribute`, with the
+names of their parameters ("..." for the rest), or None where these do not matter. docs/patches.md has the reasons.
 
-A patch knows nothing of who uses it: what it calls is given to `install`, and it keeps no object of theirs alive.
-Nothing is imported here, as `import sherd` must not wait for torch.
+A patch does not know its users: callbacks are passed to `install`, and it keeps no object of its users alive. Nothing
+is imported here, since `import sherd` must not wait for torch.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ PATCHES = (
 """In the order in which docs/patches.md lists them."""
 
 CHECKED_TORCH = ("2.13",)
-"""Releases of torch that have all that `RELIES_ON` names. The one after the last is not admitted by pyproject.toml."""
+"""Releases of torch that have everything in `RELIES_ON`. pyproject.toml does not allow the one after the last."""
 
 
 def uninstall_all() -> None:
-    """Uninstall every patch. A next `sherd.distribute` installs what it needs again."""
+    """Uninstall every patch. The next `sherd.distribute` installs what it needs again."""
     for name in reversed(PATCHES):
         module: Any = sys.modules.get(f"{__name__}.{name}")
         if module is not None:

@@ -1,5 +1,5 @@
-"""Torch's list of backends, with one more: `torch.distributed.init_process_group("sherd")` works after `import sherd`,
-in whichever order the two are imported, and without importing torch for those who do not."""
+"""Adds a backend to torch's list: `torch.distributed.init_process_group("sherd")` works after `import sherd`, whichever
+of the two is imported first, and without importing torch otherwise."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _creator = ""
 
 
 def install(creator: str) -> None:
-    """Tell torch of the backend, now or as soon as it is imported. The module `creator`, whose function `create` makes
-    a group of it, is imported for the first one."""
+    """Register the backend, now or as soon as torch is imported. The module `creator`, whose function `create` makes a
+    group, is imported for the first group."""
     global _creator
     _creator = creator
     module = sys.modules.get(_TORCHS)
     if module is None or not hasattr(module, "Backend"):
-        if not any(isinstance(finder, _Watch) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _Watch())
+        if not any(isinstance(finder, _ImportHook) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _ImportHook())
     elif _NAME.upper() not in module.Backend._plugins:
-        _tell(module)
+        _register(module)
 
 
 def uninstall() -> None:
-    """Have torch know nothing of it. Groups that exist go on."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Watch)]
+    """Unregister the backend. Existing groups keep working."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _ImportHook)]
     backend = getattr(sys.modules.get(_TORCHS), "Backend", None)
     if backend is None or backend._plugins.pop(_NAME.upper(), None) is None:
         return
@@ -48,7 +48,7 @@ def uninstall() -> None:
     del backend.backend_type_map[_NAME], backend.backend_capability[_NAME]
 
 
-def _tell(module: ModuleType) -> None:
+def _register(module: ModuleType) -> None:
     module.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu"])
 
 
@@ -56,8 +56,8 @@ def _create(place: Any, options: Any) -> Any:
     return importlib.import_module(_creator).create(place, options)
 
 
-class _Watch(MetaPathFinder):
-    """Sees the module of torch's backends being imported, once, and leaves it to the other finders."""
+class _ImportHook(MetaPathFinder):
+    """Notices the first import of torch's module of backends, and leaves the import to the other finders."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -70,10 +70,10 @@ class _Watch(MetaPathFinder):
             loader: Any = spec.loader
             execute = loader.exec_module
 
-            def execute_and_tell(module: ModuleType) -> None:
+            def execute_and_register(module: ModuleType) -> None:
                 del loader.exec_module
                 execute(module)
-                _tell(module)
+                _register(module)
 
-            loader.exec_module = execute_and_tell
+            loader.exec_module = execute_and_register
         return spec

@@ -1,9 +1,9 @@
 """`torch.autograd.backward`: where a backward begins and ends.
 
-A *round* is one outermost backward. Torch tells nobody when it is over: a callback queued with the autograd engine
-fires at the end of an *inner* backward where there is one (reentrant checkpointing). So `torch.autograd.backward`,
-which `Tensor.backward` and reentrant checkpointing both call, is wrapped. A compiled function that calls it is cut
-there: what happens around a backward is not for a compiler to trace.
+A *round* is one outermost backward. Torch does not report when it ends: a callback queued with the autograd engine
+fires at the end of an *inner* backward if there is one (reentrant checkpointing). So `torch.autograd.backward`, which
+`Tensor.backward` and reentrant checkpointing both call, is wrapped. It breaks the graph of a compiled function: the
+compiler must not trace what happens around a backward.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ RELIES_ON = {
 
 
 class Listener(Protocol):
-    """Who wants to know."""
+    """Is notified of every round."""
 
     def begin_round(self) -> None:
         """An outermost backward is about to start."""
 
     def end_round(self) -> None:
-        """It is over; every gradient hook has been called."""
+        """It has ended; every gradient hook has been called."""
 
     def abandon_round(self, error: BaseException) -> None:
         """It failed, perhaps before it began."""
 
 
 Recorder = Callable[[Any], AbstractContextManager[Any]]
-"""record(roots): what an outermost backward runs in."""
+"""record(roots): the context in which an outermost backward runs."""
 
-# In the order in which they were added, which is the same on all ranks: what they do at the end is collective.
+# In the order in which they were added, the same on all ranks: what they do at the end is collective.
 _listeners: list[weakref.ref[Listener]] = []
 _depth = 0
 _record: Recorder = nullcontext
@@ -48,12 +48,12 @@ _replacements = Replacements()
 
 
 def install() -> None:
-    """Wrap it."""
+    """Wrap `torch.autograd.backward`."""
     _replacements.replace(torch.autograd, "backward", _wrapped)
 
 
 def uninstall() -> None:
-    """Give torch its own back. Listeners hear nothing any more."""
+    """Restore torch's own. Listeners are no longer called."""
     _replacements.restore()
 
 
@@ -64,17 +64,17 @@ def record_with(record: Recorder) -> None:
 
 
 def listen(listener: Listener) -> None:
-    """Tell `listener` about every outermost backward of this process for as long as it lives."""
+    """Notify `listener` of every outermost backward of this process for as long as it lives."""
     _listeners.append(weakref.ref(listener))
 
 
 def forget(listener: Listener) -> None:
-    """Tell it no more."""
+    """Stop notifying `listener`."""
     _listeners[:] = [reference for reference in _listeners if reference() is not listener]
 
 
 def under_way() -> bool:
-    """Whether a backward that listeners were told of is running."""
+    """Whether a backward is running of which listeners were notified."""
     return _depth > 0
 
 

@@ -1,5 +1,4 @@
-"""The user's `nn.SyncBatchNorm` modules, with a `forward` of ours: torch's own refuses CPUs, and needs its process
-groups."""
+"""Gives the user's `nn.SyncBatchNorm` modules our `forward`: torch's own refuses CPUs and needs a process group."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _forwards: weakref.WeakKeyDictionary[nn.Module, Callable[[], Forward | None]] = 
 class SyncedBatchNorm(nn.SyncBatchNorm):
     """Batch norm over the batches of all ranks; without ranks, or in eval mode, that of `nn.BatchNorm`.
 
-    A pickle of it is one of a plain `nn.SyncBatchNorm`; a copy is by itself: it has nobody to exchange statistics with.
+    It is pickled as a plain `nn.SyncBatchNorm`; a copy does not exchange statistics.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -45,15 +44,15 @@ class SyncedBatchNorm(nn.SyncBatchNorm):
 
 
 def install(module: nn.SyncBatchNorm, find: Callable[[], Forward | None]) -> None:
-    """Have `find()` say what `module` does in training, as long as it finds something."""
+    """In training, `module` runs the forward that `find()` returns, as long as it returns one."""
     module.__class__ = SyncedBatchNorm
     _forwards[module] = find
 
 
 def uninstall() -> None:
-    """Nothing of torch's was replaced: modules keep their class, and their ranks for as long as there are any."""
+    """Does nothing: no part of torch was replaced, and modules keep their class."""
 
 
 def forget(module: nn.Module) -> None:
-    """Have it go on by itself."""
+    """Stop exchanging statistics."""
     _forwards.pop(module, None)

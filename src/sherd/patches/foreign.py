@@ -1,6 +1,6 @@
-"""Torch's own wrappers of a model and the steps of all optimizers, which say what they are about to touch.
+"""Torch's own model wrappers and the steps of all optimizers, which report what they are about to change.
 
-FSDP takes seconds to import, so that is left to who wants it: one that is imported after the last `install` is not
+FSDP takes seconds to import, so only the user's program imports it: if it does so after the last `install`, FSDP is not
 wrapped.
 """
 
@@ -31,8 +31,8 @@ _FULLY_SHARD: tuple[tuple[str, str, str], ...] = (
     (f"{_FSDP}._fully_shard._fully_shard", "_validate_module", "fully_shard"),
     ("torch.distributed._composable.replicate_with_fsdp", "_validate_module", "replicate"),
 )
-"""Module, function and name of what looks at a module before anything is done to it. Scripts hold `fully_shard` itself
-by its name, so that it is too late to replace that."""
+"""Module, function and name of the check that each wrapper makes first. Scripts have already imported `fully_shard` by
+name, so replacing that would be too late."""
 
 Look = Callable[[Any, str], None]
 """look(module, wrapper): a wrapper of that name is about to be put around `module`."""
@@ -41,7 +41,7 @@ _hooks: list[RemovableHandle] = []
 
 
 def install(look: Look, look_at_step: Callable[[Optimizer], None]) -> None:
-    """Have `look` called by every wrapper that exists, and `look_at_step` before the step of any optimizer."""
+    """Have every existing wrapper call `look`, and every optimizer call `look_at_step` before its step."""
     for place, name, position, wrapper in _wrappers():
         if hasattr(place, name):
             _replacements.replace(place, name, functools.partial(_guarded, look, position, wrapper))
@@ -50,14 +50,14 @@ def install(look: Look, look_at_step: Callable[[Optimizer], None]) -> None:
 
 
 def uninstall() -> None:
-    """Give torch its own back."""
+    """Restore torch's own."""
     _replacements.restore()
     while _hooks:
         _hooks.pop().remove()
 
 
 def _wrappers() -> Iterator[tuple[Any, str, int, str]]:
-    """Where each is, and at which position its argument `module`."""
+    """The owner and name of each wrapper, the position of its argument `module`, and what users call it."""
     fsdp = getattr(sys.modules.get(_FSDP), "FullyShardedDataParallel", None)
     for kind in (DataParallel, DistributedDataParallel, fsdp):
         if kind is not None:

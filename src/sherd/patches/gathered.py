@@ -1,8 +1,8 @@
-"""The user's own parameters where a rank keeps only a part of them: then their memory is there only while it is used,
-and so is that of views of them.
+"""The user's own parameters where a rank keeps only a part of them: their memory, and that of their views, exists only
+while it is used.
 
-Their classes are changed in place, and every call of torch that gets one is handed to `dispatch`. The transforms of
-torch.func wrap tensors in C++, where nobody can tell what is read: what they wrap is pinned.
+Their classes are changed in place, and every torch call on one is handed to `dispatch`. The transforms of torch.func
+wrap tensors in C++, where reads cannot be intercepted: what they wrap is pinned.
 """
 
 from __future__ import annotations
@@ -89,37 +89,37 @@ def install(dispatch: Dispatch, pin: Callable[[Any], None]) -> None:
 
 
 def uninstall() -> None:
-    """Give torch its own back."""
+    """Restore torch's own."""
     _replacements.restore()
 
 
 def gather_on_use(parameter: nn.Parameter, store: Any) -> None:
-    """Make a parameter whose data lies in `store` one that is gathered on use."""
+    """Have a parameter whose data is in `store` gathered on use."""
     _replacements.replace(nn.Parameter, "__new__", _constructing)
     parameter.__class__ = GatheredParameter
-    parameter.__dict__[_STORE] = store  # which lives as long as somebody can touch it
+    parameter.__dict__[_STORE] = store  # keeps the store alive as long as the parameter
 
 
 def mark_view(tensor: Tensor, store: Any) -> None:
-    """Make a tensor that lies in `store` a view."""
+    """Make a tensor in the memory of `store` a `GatheredView`."""
     tensor.__class__ = GatheredView
     tensor.__dict__[_STORE] = store
 
 
 def store_of(tensor: Tensor) -> Any:
-    """The store in which such a tensor lies."""
+    """The store that holds such a tensor."""
     return tensor.__dict__[_STORE]
 
 
 def _constructing(original: Callable[..., Any]) -> Any:
-    """`nn.Parameter(data)`, for which torch wants the class of `data.detach()` to be that of `data`."""
+    """`nn.Parameter(data)`, for which torch requires `data.detach()` to have the class of `data`."""
 
     @functools.wraps(original)
     def construct(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         if isinstance(data, GatheredParameter):
             data = data.detach()
         if isinstance(data, GatheredView):
-            data = data.clone()  # its memory comes and goes
+            data = data.clone()  # its memory exists only while it is used
         return original(cls, data, requires_grad)
 
     return staticmethod(construct)

@@ -1,6 +1,6 @@
-"""`torch.amp.GradScaler.scale`: marks what it returns with the scale.
+"""`torch.amp.GradScaler.scale`, which marks its result with the scale.
 
-What a backward begins at is then not the user's loss. A loss that is made of such a one, as in
+The root of such a backward is not the user's loss. A loss computed from a marked one, as in
 `(scaler.scale(loss) / 2).backward()`, has no mark.
 """
 
@@ -26,19 +26,19 @@ _notice: Callable[[], bool]
 
 
 def install(notice: Callable[[], bool]) -> None:
-    """Have every GradScaler call `notice` and, if that says so, mark what it scales."""
+    """Have every GradScaler call `notice` and, if it returns True, mark what it scales."""
     global _notice
     _notice = notice
     _replacements.replace(torch.amp.GradScaler, "scale", _marking)
 
 
 def uninstall() -> None:
-    """Have them mark nothing."""
+    """Restore torch's own."""
     _replacements.restore()
 
 
 def scale_of(loss: Tensor) -> float | None:
-    """What a scaler multiplied it with, as far as that is known."""
+    """The factor by which a scaler multiplied `loss`, if known."""
     scale: float | None = vars(loss).get(_MARK)
     return scale
 
@@ -48,7 +48,7 @@ def _marking(original: Callable[..., Any]) -> Callable[..., Any]:
     def scale(self: Any, outputs: Any) -> Any:
         scaled = original(self, outputs)
         if self.is_enabled() and isinstance(scaled, Tensor) and _notice():
-            # On an accelerator the scale would have to be waited for, and the loss is not read there anyway.
+            # On an accelerator reading the scale would synchronise, and the loss is not read there anyway.
             vars(scaled)[_MARK] = self.get_scale() if scaled.device.type == "cpu" else None
         return scaled
 

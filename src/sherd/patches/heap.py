@@ -1,10 +1,10 @@
-"""glibc's limits: keeps memory that torch frees in the process, for the tensors of the next step.
+"""glibc's limits: keep memory that torch frees in the process, for the tensors of the next step.
 
-Torch allocates the tensors of every step anew. The C library hands freed memory at the end of its heap back to the
+Torch allocates new tensors in every step. The C library returns freed memory at the end of its heap to the
 kernel, and large blocks at once, so each step pays for new pages, a fault for every 4 KB: FSDP2 on a GPT of 33.7 M
 parameters took 30,000 faults a step, 8% of its time, most of them in the buffers that it makes for every collective.
 
-It is a setting of the whole process and has its price, up to `KEPT_BYTES` that nobody else gets: only for who asks.
+The setting is for the whole process and costs up to `KEPT_BYTES` that no other process can use, so it is opt-in.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from sherd.config import flag_from_env
 VARIABLE = "SHERD_KEEP_FREED_MEMORY"
 KEPT_BYTES = 1 << 28
 """How much free memory at the end of the heap a rank may keep."""
-_LARGEST_IN_HEAP = 1 << 25  # glibc takes no more; what is larger has pages of its own, every time
+_LARGEST_IN_HEAP = 1 << 25  # glibc's maximum; larger blocks get new pages every time
 
-_DEFAULT = 1 << 17  # glibc's own for both, until it sees a larger block freed
+_DEFAULT = 1 << 17  # glibc's default for both, until a larger block is freed
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as <malloc.h> numbers them
 _CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
@@ -30,7 +30,7 @@ _raised = False
 
 
 def install() -> None:
-    """Where `SHERD_KEEP_FREED_MEMORY=1`, raise glibc's limits for the whole process, unless the user has set them
+    """With `SHERD_KEEP_FREED_MEMORY=1`, raise glibc's limits for the whole process, unless the user has set them
     (`MALLOC_TRIM_THRESHOLD_` and others)."""
     chosen = any(name in os.environ for name in _CHOICES) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if flag_from_env(VARIABLE, False) and not chosen and not _raised:
@@ -38,13 +38,13 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put them back to what they are by default. glibc no longer raises them by itself then, and has no way to."""
+    """Restore glibc's defaults. They no longer adapt after that, and glibc has no way to turn that on again."""
     if _raised:
         _set_limits(_DEFAULT, _DEFAULT, raised=False)
 
 
 def _set_limits(trim: int, mmap: int, raised: bool) -> None:
-    """An allocator that was put in glibc's place has none, and other C libraries do not know the call."""
+    """Set the limits if there are any: other allocators and C libraries do not have the call."""
     global _raised
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

@@ -1,4 +1,4 @@
-"""The user's loader object, with methods of ours. What loads, collates, pins and prefetches stays torch's own: it reads
+"""Gives the user's loader object our methods. Loading, collating, pinning and prefetching stay torch's own: it reads
 other indices, and its iterators are wrapped."""
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _SEEDING = "_sherd_seeding"
 
 
 class Guide(Protocol):
-    """Who leads one loader."""
+    """Decides what one loader reads."""
 
     scheme: Any
     """how it is sharded: has `indices`, `length` and `seed`"""
 
     def wrap(self, iterator: _BaseDataLoaderIter, loader: Any) -> Any:
-        """What the loader has in the place of an iterator of torch's."""
+        """The object that the loader uses in place of torch's iterator."""
 
     def lend(self, wrapped: Any) -> Any:
-        """What a loop gets of a wrapped iterator that the loader keeps for the next one."""
+        """The object that a loop gets for a wrapped iterator that the loader keeps for the next loop."""
 
 
 class Counted(DataLoader[Any]):
-    """The methods that a loader has instead of its own where its batches are to be counted."""
+    """The methods of a loader whose batches are counted."""
 
     @property
     def _index_sampler(self) -> Any:
@@ -61,7 +61,7 @@ class Counted(DataLoader[Any]):
 
 
 class Sharded(Counted):
-    """The same where they are to be sharded too."""
+    """The methods of a loader whose batches are sharded too."""
 
     def _get_iterator(self) -> Any:
         vars(self)[_SEEDING] = True
@@ -72,7 +72,7 @@ class Sharded(Counted):
 
     @property
     def generator(self) -> Any:
-        """The user's. An iterator that is being made gets another one, as it draws the seed of its workers from it."""
+        """The user's. An iterator under construction gets another one, from which it draws the seed of its workers."""
         own = vars(self)["generator"]
         if _SEEDING not in vars(self):
             return own
@@ -89,19 +89,19 @@ class Sharded(Counted):
 
 
 def install(loader: DataLoader[Any], guide: Guide, sharded: bool) -> None:
-    """Have `loader` led by `guide`; if it is not `sharded`, its workers keep their seeds, and it its length."""
+    """Put `loader` under `guide`; if it is not `sharded`, it keeps its length and its workers their seeds."""
     vars(loader)[_GUIDE] = guide
     loader._iterator = None  # persistent workers of a plain epoch read the plain order
     swap_class(loader, Sharded if sharded else Counted)
 
 
 def uninstall() -> None:
-    """Forget the classes that were made. Objects that have one keep it."""
+    """Forget the classes that were made. Existing objects keep theirs."""
     subclass.cache_clear()
 
 
 def guide_of(loader: Any) -> Any:
-    """Who leads it, or None."""
+    """The guide of `loader`, or None."""
     return getattr(loader, "__dict__", {}).get(_GUIDE)
 
 

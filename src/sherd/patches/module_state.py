@@ -1,8 +1,8 @@
-"""`nn.Module.load_state_dict` and `state_dict`, which ask whether a module is distributed.
+"""`nn.Module.load_state_dict` and `state_dict`, which check whether a module is distributed.
 
 Loading into a module that is, contains or is a part of a distributed model takes rank 0's values, wherever the
-parameters live; saving gives copies of parameters that no rank has whole. Torch's own hooks for both belong to the
-module, so copies and pickles of it would carry them along.
+parameters live; saving returns copies of parameters that no rank has whole. Torch's own hooks for both belong to the
+module, so copies and pickles of it would have them too.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ RELIES_ON = {
 _replacements = Replacements()
 
 Load = Callable[[nn.Module, bool, Callable[[], Any]], Any]
-"""load(module, assign, original): what `module.load_state_dict(..., assign=assign)` does and gives."""
+"""load(module, assign, original): what `module.load_state_dict(..., assign=assign)` does and returns."""
 Save = Callable[[nn.Module, Callable[[], Any]], Any]
-"""save(module, original): what `module.state_dict()` does and gives."""
+"""save(module, original): what `module.state_dict()` does and returns."""
 
 
 def install(load: Load, save: Save) -> None:
-    """Have `load` and `save` called around torch's own."""
+    """Call `load` and `save` around torch's own."""
     _replacements.replace(nn.Module, "load_state_dict", functools.partial(_loading, load))
     _replacements.replace(nn.Module, "state_dict", functools.partial(_saving, save))
 
 
 def uninstall() -> None:
-    """Give torch its own back."""
+    """Restore torch's own."""
     _replacements.restore()
 
 

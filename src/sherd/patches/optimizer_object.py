@@ -1,4 +1,4 @@
-"""The user's optimizer object, with methods of ours. A step pre-hook of torch's cannot skip a step."""
+"""Gives the user's optimizer object our methods: torch's step pre-hook cannot skip a step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ else:
 
 
 class Handle(Protocol):
-    """Who does what the methods of a distributed optimizer say."""
+    """Does the work of a distributed optimizer's methods."""
 
     def step(self, optimizer: Optimizer, closure: Closure | None) -> Any: ...
 
@@ -52,11 +52,11 @@ _handle_of: Callable[[Optimizer], Handle]
 
 
 class Distributed(_Base):
-    """The methods that a distributed optimizer has instead of its own; a compiled function is cut at them."""
+    """The methods of a distributed optimizer; they break the graph of a compiled function."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Closure | None = None) -> Any:
-        """Update the parameters, on every rank alike. Inside an accumulation window it does nothing."""
+        """Update the parameters on every rank. Inside an accumulation window it does nothing."""
         self._opt_called = True  # what an LR scheduler looks for
         return _handle_of(self).step(self, closure)
 
@@ -83,7 +83,7 @@ class Distributed(_Base):
         parameters = param_group["params"]
         if isinstance(parameters, Tensor):
             parameters = [parameters]
-        if not isinstance(parameters, set):  # torch has its own words for a set
+        if not isinstance(parameters, set):  # torch has its own error for a set
             parameters = param_group["params"] = list(parameters)
             named = (item[1] if isinstance(item, tuple) else item for item in parameters)
             _handle_of(self).check_group(list(named))
@@ -97,19 +97,19 @@ class Distributed(_Base):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The class that it had. A pickler asks for it, and would have no object of it made otherwise."""
+        """The original class. A pickler asks for it, and would otherwise refuse to make an object of that class."""
         return type(self).__bases__[1]
 
 
 def install(optimizer: Optimizer, handle_of: Callable[[Optimizer], Handle]) -> None:
-    """Give `optimizer` the methods above, which do what the handle says that `handle_of` finds for it."""
+    """Give `optimizer` the methods above, which call the handle that `handle_of` returns."""
     global _handle_of
     _handle_of = handle_of
-    # A scheduler that was built before leaves its wrapper of step() on the object.
+    # A scheduler built earlier has left its wrapper of step() on the object.
     vars(optimizer).pop("step", None)
     swap_class(optimizer, Distributed)
 
 
 def uninstall() -> None:
-    """Forget the classes that were made. Objects that have one keep it."""
+    """Forget the classes that were made. Existing objects keep theirs."""
     subclass.cache_clear()

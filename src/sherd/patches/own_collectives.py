@@ -1,5 +1,5 @@
-"""The methods of torch's process groups, while an optimizer is tried: one that communicates by itself is found out
-without a byte being sent."""
+"""The methods of torch's process groups, while an optimizer is tried: one that communicates on its own is found without
+sending a byte."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _METHODS = (
     *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
     *("alltoall", "alltoall_base", "all_to_all_single", "send", "recv", "recv_anysource"),
 )
-"""Of a process group. Every function of torch.distributed ends in one of them, under whatever name it was imported."""
+"""Methods of a process group. Every function of torch.distributed calls one of them, however it was imported."""
 _FUNCTIONAL = "torch.distributed._functional_collectives"
-"""These go to C++ by another way, but not without asking Python for their group."""
+"""These reach C++ by another path, but ask Python for their group first."""
 _one_at_a_time = threading.RLock()
 _replacements = Replacements()
 RELIES_ON: dict[str, str | None] = {
@@ -39,7 +39,7 @@ class OwnCollective(RuntimeError):
 
 
 def install(called: list[str]) -> None:
-    """Have collectives of torch.distributed that this thread calls raise, and send nothing; `called` gets their
+    """Have collectives of torch.distributed that this thread calls raise without sending anything; `called` gets their
     names."""
     make = functools.partial(_refusing, called, threading.get_ident())
     for kind in _with_subclasses(dist.ProcessGroup):
@@ -50,13 +50,13 @@ def install(called: list[str]) -> None:
 
 
 def uninstall() -> None:
-    """Give torch its own back."""
+    """Restore torch's own."""
     _replacements.restore()
 
 
 @contextmanager
 def no_collectives() -> Iterator[list[str]]:
-    """Collectives of torch.distributed that this thread calls inside raise, and send nothing. Gives their names."""
+    """Collectives of torch.distributed that this thread calls inside raise without sending. Yields their names."""
     called: list[str] = []
     if not (dist.is_available() and dist.is_initialized()):
         yield called
@@ -71,7 +71,7 @@ def no_collectives() -> Iterator[list[str]]:
 
 def _refusing(called: list[str], thread: int, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(*arguments: Any, **options: Any) -> Any:
-        if threading.get_ident() != thread:  # somebody else's, and none of our business
+        if threading.get_ident() != thread:  # not the optimizer's
             return original(*arguments, **options)
         caller = sys._getframe(1).f_code
         public = caller.co_filename.endswith(("distributed_c10d.py", "_functional_collectives.py"))

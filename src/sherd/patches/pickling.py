@@ -1,5 +1,5 @@
-"""How parameters are sent to other processes: torch sends a handle to their memory, which may be gone before it
-arrives, or belong to a mapping that ranks share already."""
+"""Sends parameters to other processes by value: torch sends a handle to their memory, which may be freed before it
+arrives, or belong to a mapping that ranks already share."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _reduce(tensor: Tensor) -> Any:
     if type(tensor) is nn.Parameter and not _is_ours(tensor):
         return reduce_tensor(tensor)  # type: ignore[no-untyped-call]
     buffer = io.BytesIO()
-    torch.save(tensor.detach().clone(), buffer)  # of a view, torch would save all the memory that it is a view of
+    torch.save(tensor.detach().clone(), buffer)  # without the clone, torch would save the whole storage of a view
     return _rebuild, (buffer.getvalue(), tensor.requires_grad)
 
 

@@ -1,4 +1,4 @@
-"""How attributes of torch's are replaced and put back, and how objects of the user's get methods of ours."""
+"""How attributes of torch are replaced and restored, and how the user's objects get our methods."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ _ABSENT: Any = object()
 @dataclass(frozen=True)
 class _Replaced:
     before: Any
-    """what the owner itself had, which it may have inherited"""
+    """the original attribute, which the owner may have inherited"""
     made: Any
 
 
 class Replacements:
-    """What one patch has replaced. It keeps no class of a user's alive: what was there before is kept with what stands
-    there now."""
+    """What one patch has replaced. It keeps no user class alive: the original is stored with its replacement."""
 
     def __init__(self) -> None:
         self._places: list[tuple[weakref.ref[Any], str]] = []
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Put `make(original)` in the place of `owner.name`, unless a replacement stands there already.
+        """Put `make(original)` in place of `owner.name`, unless it is already replaced.
 
-        Whoever has wrapped ours with `functools.wraps` since carries the mark along.
+        A later wrapper of ours made with `functools.wraps` has the mark too.
         """
         original = getattr(owner, name)
         if hasattr(original, _MARK):
@@ -40,7 +39,7 @@ class Replacements:
         self._places.append((weakref.ref(owner), name))
 
     def restore(self) -> None:
-        """Put back what was there. Where somebody else has put theirs on top of ours since, theirs stays."""
+        """Restore the originals. Where other code has replaced or wrapped ours since, its attribute stays."""
         while self._places:
             reference, name = self._places.pop()
             owner = reference()
@@ -55,15 +54,14 @@ class Replacements:
 
 
 def _function(attribute: Any) -> Any:
-    """What a static or class method is made of."""
+    """The function inside a static or class method."""
     return getattr(attribute, "__func__", attribute)
 
 
 def swap_class(thing: Any, methods: Any) -> None:
     """Put `methods` before those of the class of `thing`.
 
-    Its class is exchanged for a subclass of the same name, so that it stays the object that everybody holds, and
-    `isinstance` still says what it is.
+    Its class becomes a subclass of the same name, so that existing references and `isinstance` stay valid.
     """
     kind: Any = type(thing)
     thing.__class__ = subclass(methods, kind)

@@ -1,7 +1,7 @@
 """`step` of learning-rate schedulers: they count steps, not calls of `step()`.
 
 Inside an accumulation window `optimizer.step()` does nothing, and so must `scheduler.step()`, or the schedule would run
-K times too fast. Nobody hands a scheduler to `distribute`, so torch's classes are taught to ask: those that exist, and
+K times too fast. A scheduler is not passed to `distribute`, so the check is in torch's classes: those that exist, and
 those that are defined later.
 """
 
@@ -34,7 +34,7 @@ def install(is_inside: Callable[[Optimizer], bool]) -> None:
 
 
 def uninstall() -> None:
-    """Give them their own back."""
+    """Restore the schedulers' own."""
     _replacements.restore()
 
 
@@ -54,7 +54,7 @@ def _guarding(original: Callable[..., None]) -> Any:
 def _guarded(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def guarded(self: LRScheduler, *args: Any, **options: Any) -> Any:
-        # A scheduler takes its first step when it is built, which is none of ours.
+        # A scheduler takes its first step when it is built; that one always counts.
         if not getattr(self, "_is_initial", False) and _is_inside(self.optimizer):
             return None
         return step(self, *args, **options)

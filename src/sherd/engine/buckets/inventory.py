@@ -62,9 +62,9 @@ class Inventory:
         for name, p in self.model.named_parameters():
             mine.append((name, tuple(p.shape), dtype_name(p), p.requires_grad, memory_order(p)))
         mine += [(name, tuple(b.shape), dtype_name(b), None, None) for name, b in self.model.named_buffers()]
-        everybody, rank = comm.compare_object(mine)
+        by_rank, rank = comm.compare_object(mine)
         if rank:
-            raise Diverged(_difference(everybody[0], everybody[rank], rank), ranks=(0, rank))
+            raise Diverged(_difference(by_rank[0], by_rank[rank], rank), ranks=(0, rank))
 
 
 def _check(name: str, parameter: nn.Parameter, dry: bool) -> None:

@@ -38,9 +38,9 @@ class NormTable:
     def total(self, comm: Communicator) -> float:
         """The 2-norm of the whole gradient, the same bits on every rank. Collective."""
         with comm.counters.agreeing():
-            everybody = comm.all_gather(self.norms).wait()
+            gathered = comm.all_gather(self.norms).wait()
         # cumsum adds in order; sum() does not, and its order depends on the number of threads.
-        squares = everybody[self._order].square_()
+        squares = gathered[self._order].square_()
         return float(squares.cumsum(0)[-1].sqrt()) if squares.numel() else 0.0
 
     @cached_property

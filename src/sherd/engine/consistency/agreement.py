@@ -160,9 +160,9 @@ def agree_on_edits(comm: Communicator, buckets: BucketList, seen: int, assigned:
 
 
 def _edited_apart(comm: Communicator, seen: int, assigned: Sequence[str], step: int) -> Diverged:
-    everybody = comm.all_gather_object((seen, list(assigned)))
-    rank = next(rank for rank, (theirs, _) in enumerate(everybody) if theirs != everybody[0][0])
-    names = everybody[0][1] or everybody[rank][1]
+    by_rank = comm.all_gather_object((seen, list(assigned)))
+    rank = next(rank for rank, (theirs, _) in enumerate(by_rank) if theirs != by_rank[0][0])
+    names = by_rank[0][1] or by_rank[rank][1]
     if names:
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         what = (
@@ -184,8 +184,8 @@ def _same(total: float, squares: float, world: int) -> bool:
 
 
 def _apart(comm: Communicator, report: Report) -> Diverged:
-    everybody, rank = comm.compare_object((report.step, report.backwards))
-    (step, backwards), (other_step, other_backwards) = everybody[0], everybody[rank]
+    by_rank, rank = comm.compare_object((report.step, report.backwards))
+    (step, backwards), (other_step, other_backwards) = by_rank[0], by_rank[rank]
     if step != other_step:
         what = (
             f"rank 0 is in step {step} and rank {rank} in step {other_step}; take the same steps on every rank, and "

@@ -31,10 +31,10 @@ def compare_optimizers(
     groups = settings_of(optimizer)
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
         settings["parameters"] = [names.get(id(parameter), "?") for parameter in group["params"]]
-    everybody, rank = comm.compare_object((type(optimizer).__name__, groups))
+    by_rank, rank = comm.compare_object((type(optimizer).__name__, groups))
     if not rank:
         return
-    (kind, groups), (other_kind, others) = everybody[0], everybody[rank]
+    (kind, groups), (other_kind, others) = by_rank[0], by_rank[rank]
     what, scheduled = _difference(kind, groups, other_kind, others, rank)
     when = "at sherd.distribute" if step is None else f"in step {step}"
     if step is None or not scheduled:
@@ -94,9 +94,9 @@ def compare_unfrozen(comm: Communicator, members: Sequence[TrackedParameter], st
     """Refuse parameters that were unfrozen on some ranks only. Collective."""
     names = [member.name for member in members]
     with labelled(f"unfreezing {', '.join(names)} before step {step}"):
-        everybody, rank = comm.compare_object(names)
+        by_rank, rank = comm.compare_object(names)
     if rank:
-        only = sorted(set(everybody[rank]) ^ set(everybody[0]))
+        only = sorted(set(by_rank[rank]) ^ set(by_rank[0]))
         raise Diverged(
             f"before step {step} rank 0 and rank {rank} unfroze different parameters: {only} on one of them only; set "
             f"the same requires_grad on every rank",

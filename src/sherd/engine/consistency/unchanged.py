@@ -105,13 +105,13 @@ class Unchanged:
     def compare_values(
         self, members: Sequence[TrackedParameter], when: str, who: dict[TrackedParameter, list[int]] | None = None
     ) -> None:
-        """Refuse values of these parameters that differ between ranks; `who` names those that edited. Collective."""
+        """Refuse values of these parameters that differ between ranks; `who` says which ranks edited. Collective."""
         mine = torch.tensor(self._store.digests(members), dtype=torch.int64)
         with self._comm.counters.agreeing():
-            everybody = self._comm.all_gather(mine).wait().view(self._comm.world, -1)
-        different = (everybody != everybody[0]).any(0).nonzero().flatten().tolist()
+            by_rank = self._comm.all_gather(mine).wait().view(self._comm.world, -1)
+        different = (by_rank != by_rank[0]).any(0).nonzero().flatten().tolist()
         if different:
-            raise self._difference([members[at] for at in different], everybody[:, different[0]], when, who)
+            raise self._difference([members[at] for at in different], by_rank[:, different[0]], when, who)
 
     def _difference(
         self, members: list[TrackedParameter], sums: Tensor, when: str, who: dict[TrackedParameter, list[int]] | None

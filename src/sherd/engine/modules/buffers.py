@@ -113,8 +113,8 @@ class BufferSync:
 
     def _compare(self, places: Sequence[BufferSlot]) -> None:
         """Refuse buffers whose new dtypes or shapes differ between ranks."""
-        everybody, rank = self._comm.compare_object([place.form for place in places])
-        for place, first, other in zip(places, everybody[0], everybody[rank], strict=True):
+        by_rank, rank = self._comm.compare_object([place.form for place in places])
+        for place, first, other in zip(places, by_rank[0], by_rank[rank], strict=True):
             if first != other:
                 raise Diverged(
                     f"buffer {place.name!r} cannot be kept equal: rank 0 has {_words(first)} where rank {rank} has "

@@ -57,9 +57,9 @@ def _key(optimizer: Optimizer) -> Any:
         return None
     groups = []
     for group in optimizer.param_groups:
-        alike = {(each.dtype, each.device, each.dim(), _is_large(each)) for each in group["params"]}
+        kinds = {(each.dtype, each.device, each.dim(), _is_large(each)) for each in group["params"]}
         options = {**hyper_parameters(group), "lr": isinstance(group.get("lr"), Tensor), "initial_lr": None}
-        groups.append((repr(options), frozenset(alike)))
+        groups.append((repr(options), frozenset(kinds)))
     return type(optimizer), tuple(groups)
 
 
@@ -133,11 +133,11 @@ def _probes(optimizer: Optimizer, shapes_of: Shapes) -> Iterator[Probe]:
         hyper.pop("initial_lr", None)
         if "lr" in hyper:
             hyper["lr"] = torch.full_like(hyper["lr"], _RATE) if isinstance(hyper["lr"], Tensor) else _RATE
-        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for parameter in group["params"]:
             device = torch.device("cpu") if parameter.is_meta else parameter.device
-            alike.setdefault((parameter.dtype, device), []).append(parameter)
-        for (dtype, device), parameters in (alike or {(torch.float32, torch.device("cpu")): []}).items():
+            by_kind.setdefault((parameter.dtype, device), []).append(parameter)
+        for (dtype, device), parameters in (by_kind or {(torch.float32, torch.device("cpu")): []}).items():
             # Always a matrix: a rule for matrices must show even where parameters are empty until they are gathered.
             usual = dict.fromkeys((shapes_of[2], *(shapes_of.get(each.dim(), shapes_of[2]) for each in parameters)))
             large = any(map(_is_large, parameters))

@@ -67,12 +67,12 @@ class Probe:
         if any(holds_tensors(value) for kept in state.values() for value in kept.values()):
             return WhyNot("it keeps tensors inside a list or dict in its state, which cannot be cut")
         try:
-            alike = self._alike(steps, ()) and self._alike(steps, CUTS)
+            same = self._same_in_parts(steps, ()) and self._same_in_parts(steps, CUTS)
             with _one_thread():
-                alike = alike and all(self._alike(self.record(run, partly=True)[0], CUTS) for run in self.special)
+                same = same and all(self._same_in_parts(self.record(run, partly=True)[0], CUTS) for run in self.special)
         except Exception as error:
             return _failed("it needs parameters of a certain shape, or their attributes, and parts are flat", error)
-        return None if alike else WhyNot("it treats a parameter as a whole: stepping it in pieces changes the result")
+        return None if same else WhyNot("it treats a parameter as a whole: stepping it in pieces changes the result")
 
     def record(self, run: Iterable[Regime], partly: bool = False) -> tuple[list[Step], Mapping[Any, State]]:
         """Step whole tensors through `run`; return the steps and the final state.
@@ -101,7 +101,7 @@ class Probe:
                 break
         return steps, inner.state
 
-    def _alike(self, steps: Sequence[Step], cuts: Sequence[int]) -> bool:
+    def _same_in_parts(self, steps: Sequence[Step], cuts: Sequence[int]) -> bool:
         """Whether the steps give the same result if each part is stepped without the others."""
         for begin, end in pairwise((0, *cuts, None)):
             own = [Step(*(_parts(tensors, begin, end) for tensors in step)) for step in steps]

@@ -102,15 +102,15 @@ def gather_state(
     Besides the result it needs the memory of one bucket and one slice.
     """
     entries = {member: entry for entry, member in enumerate(buckets.parameters)}
-    told = {
+    mine = {
         entries[member]: _outline(cut[0], state[cut[0].value])
         for member, cut in chunks.items()
         if state.get(cut[0].value)
     }
     other = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
     whole: dict[TrackedParameter, State] = {}
-    everyone = comm.all_gather_object((told, other))
-    for outlines, _ in everyone:
+    by_rank = comm.all_gather_object((mine, other))
+    for outlines, _ in by_rank:
         for entry, outline in outlines.items():
             # The owner of a parameter's first element decides.
             kept = {key: PerElement(value) if cut else value for key, cut, value in outline}
@@ -125,7 +125,7 @@ def gather_state(
                 whole[member][key] = member.entry.shaped(
                     gathered[member.offset : member.offset + member.entry.numel].clone()
                 )
-    return whole, everyone[0][1]
+    return whole, by_rank[0][1]
 
 
 def state_bytes(state: Mapping[Any, Any]) -> int:
