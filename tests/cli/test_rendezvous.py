@@ -77,7 +77,7 @@ def test_one_machine_listens_on_loopback_alone():
 def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as other:
         error = attend(request(other.getsockname()[1]))
-    assert re.fullmatch(r"port \d+ of 127\.0\.0\.1 is taken .*; write another one with --master-port, .*", error)
+    assert re.fullmatch(r"port \d+ of 127\.0\.0\.1 is in use .*; write another one with --master-port, .*", error)
 
 
 @pytest.mark.parametrize("machine", [0, 1])
@@ -208,7 +208,7 @@ def test_the_first_fault_is_told_to_all_and_stays(port):
                 hold.wait()
                 news.tell(0, 79, "exited with code 1")  # after it: it must not be said to be the first
                 time.sleep(1)
-                return news.trouble
+                return news.failure
 
         told, heard = pool.submit(on, 1), pool.submit(on, 0)
         assert (told.result()["rank"], told.result()["pid"], told.result()["how"]) == (3, 77, "was killed by SIGKILL")
@@ -224,9 +224,9 @@ def test_a_machine_that_leaves_after_the_plan_calls_the_run_off(port):
         gone = pool.submit(leaves)
         with meet(request(port, 0), TOKEN) as meeting:
             news, end = Newsroom(meeting), time.monotonic() + 20
-            while not news.trouble and time.monotonic() < end:
+            while not news.failure and time.monotonic() < end:
                 time.sleep(0.05)
-            assert news.trouble == "no files left; stopping the ranks of this machine"
+            assert news.failure == "no files left; stopping the ranks of this machine"
             news.close(well=False)
         with pytest.raises(ConfigError, match="no files left"):
             gone.result()
@@ -252,7 +252,7 @@ def test_machine_0_may_leave_before_ranks_of_others_that_take_long(end, lost):
     hearing.cut = True
     while not (news.lost or news.all_ended) and time.monotonic() < patience:
         time.sleep(0.01)
-    assert (news.lost, news.all_ended, bool(news.trouble)) == (lost, not lost, lost)
+    assert (news.lost, news.all_ended, bool(news.failure)) == (lost, not lost, lost)
 
 
 def test_a_store_that_never_answers_is_one_that_is_gone():

@@ -226,7 +226,7 @@ def test_a_closed_stream_refuses_events_and_closes_twice(opened):
     stream.close()
     stream.close()
     stream.flush()
-    with pytest.raises(ConfigError, match=r"came after events-rank00000.jsonl was closed"):
+    with pytest.raises(ConfigError, match=r"was called after events-rank00000.jsonl was closed"):
         stream.emit("warning", text="x")
 
 
