@@ -72,7 +72,7 @@ def communicating():
                         ConfigError, match=rf"{kind.__name__} cannot be sharded: its step\(\) communicates on its own"
                     ) as caught:
                         check(kind(model.parameters(), lr=0.1), strategy, c)
-                    assert f"by {name} of torch.distributed" in str(caught.value)
+                    assert f"with {name} of torch.distributed" in str(caught.value)
                     assert "use its single-process variant" in str(caught.value)
         assert not handler.texts
         everywhere = torch.ones(3)
