@@ -240,7 +240,7 @@ def test_random_loops_of_3_ranks(ranks, seed):
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("seed", range(100, 500))
+@pytest.mark.parametrize("seed", range(1000, 1700))
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_many_random_loops(ranks, world, seed):
     check(ranks, world, seed)

@@ -65,7 +65,7 @@ def check_optimizer(optimizer: Optimizer, choices: Choices, strategy: str) -> No
         # Not refused: one that divides the work among ranks, and does nothing to gradients, is right here too.
         if (collective := own_collective(optimizer)) and torch.distributed.get_rank() == 0:
             log.warning(
-                "%s communicates by itself: its step() calls %s of torch.distributed. sherd has averaged the gradients "
+                "%s communicates on its own: its step() calls %s of torch.distributed. sherd has averaged the gradients "
                 "by then, and the ranks have the same ones; use the optimizer's single-process variant if it has one",
                 name,
                 collective,
@@ -89,7 +89,7 @@ def assemble(
 ) -> Engine:
     """The engine of one model on one rank. It has the parameters from `take_over` on.
 
-    `undo` gets what puts the model back as it was, for whoever does not come so far.
+    `undo` gets what puts the model back as it was, in case `distribute` fails later.
     """
     entries = [member.entry for member in inventory.members]
     numel = bucket_numel(entries, options.bucket_bytes, crosses=comm.tree.group < comm.world)

@@ -159,7 +159,7 @@ class Engine:
         self._unfreeze_if_asked()
         self.access.hide(self.buckets, self.window.whole)  # autograd must find nothing to add to
         if not self.window.open and not any(member.used or member.used_here for member in self.buckets.parameters):
-            self.gradient.restart(self.buckets)  # somebody dropped it all: model.zero_grad()
+            self.gradient.restart(self.buckets)  # the program dropped all of it: model.zero_grad()
         self.round.move(round.State.OPEN)
 
     def arrive(self, member: TrackedParameter, gradient: Tensor) -> None:
@@ -265,7 +265,7 @@ class Engine:
         self.round.refuse_failed()
         self.access.collect(self.buckets)
         if not self.gradient.backwards:
-            # Nothing else would tell the other ranks, and one that has skipped a backward would go on by itself.
+            # A rank that skipped a backward would otherwise go on without the others.
             with labelled(f"step {self.steps} without a backward"):
                 self._agree()
         edited = [bucket for bucket in self.buckets.buckets if bucket.edited]
@@ -341,7 +341,7 @@ class Engine:
         """Parameters may be updated by their owners inside."""
         self.unchanged.check()
         with labelled(f"step {self.steps}"):
-            if self.unchanged.compares:  # which also waits until nobody reads what is about to be updated
+            if self.unchanged.compares:  # this also waits until no rank reads what is about to be updated
                 self.unchanged.compare_if_any(f"before the update of step {self.steps}")
             self.store.acquire(self.buckets.buckets)
             self.move(State.UPDATING)

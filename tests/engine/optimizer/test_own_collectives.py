@@ -83,7 +83,7 @@ def communicating():
         sherd.distribute(model, optimizer, strategy="ddp", comm=c)
         train(model, optimizer, [batch(c.rank, step) for step in range(2)])
         assert differ(weights(model), before)
-        said = [text for text in handler.texts if "Averaging communicates by itself" in text]
+        said = [text for text in handler.texts if "Averaging communicates on its own" in text]
         assert len(said) == (1 if c.rank == 0 else 0)
         logging.getLogger("sherd").removeHandler(handler)
 
