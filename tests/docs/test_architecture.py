@@ -19,12 +19,13 @@ PAGE = (ROOT / "docs/architecture.md").read_text()
 PICTURE = runpy.run_path(str(ROOT / "docs/images/walk.py"))
 OTHERS = {"SyncBatchNorm", "Parameter", "None", "False", "True"}
 ENUMS = {
-    "Use": "buckets.tracked",
+    "Mode": "buckets.tracked",
     "Local": "buckets.bucket",
     "Sum": "buckets.bucket",
     "round.State": "gradients.round",
     "Filling": "gradients.gradient",
     "Holding": "parameters.store",
+    "Condition": "optimizer.shard",
     "engine.State": "engine",
 }
 

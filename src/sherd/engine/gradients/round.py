@@ -1,10 +1,13 @@
 """A round: one outermost backward, from autograd's hook to the launch of the last bucket.
 
 A bucket is *complete* when each of its members has arrived once in the round. Buckets are launched as soon as they are
-complete, but in one order that all ranks share; at the end of the round the incomplete ones are launched too, with
-zeros for what is missing. A gradient that arrives after its bucket was launched is *late*: it waits until the ranks
-have agreed on which buckets have late gradients. Parameters are packed the same under every strategy, so the same
-gradients are late under all of them, and the order of additions is the same.
+complete, but in one order that all ranks share. An incomplete one is launched too, with zeros for what is missing: when
+more than `MAX_WAITING` complete ones wait for their turn, or at the end of the round. Without an `op` nothing is
+launched before that end.
+
+A gradient that arrives after its bucket was launched is *late*: it waits until the ranks have agreed on which buckets
+have late gradients. Parameters are packed the same under every strategy, so the same gradients are late under all of
+them, and the order of additions is the same.
 """
 
 from __future__ import annotations
