@@ -107,7 +107,7 @@ class Bucket:
 
     @property
     def summed(self) -> bool:
-        """Whether there is a sum, complete or still being reduced."""
+        """Whether there is a sum, done or still being reduced."""
         return self.sum_state is not Sum.NONE
 
     def move(self, to: Sum) -> None:
@@ -272,7 +272,7 @@ class Bucket:
         return runs[before]
 
     def finish(self) -> None:
-        """The reduction is complete."""
+        """The reduction is done."""
         self.move(Sum.DONE)
         self.measure()
 

@@ -57,7 +57,7 @@ class Ring:
         self._next = (self._next + 1) % SLOTS
 
     def done(self, handle: Handle) -> None:
-        """A reduction is complete: drop its handle, and with it the tensor that it wrote."""
+        """A reduction is done: drop its handle, and with it the tensor that it wrote."""
         for slot, reader in enumerate(self._lent):
             if reader is handle:
                 self._lent[slot] = None

@@ -44,15 +44,15 @@ class GradAccess(ABC):
         return
 
     def show(self, buckets: BucketList) -> None:
-        """The sums are complete: set `p.grad`."""
+        """The sums are done: set `p.grad`."""
         with bypass_torch_function():
             for member in buckets.parameters:
                 if member.used and member.parameter.dtype == member.bucket.dtype:  # otherwise it was converted
                     member.parameter.grad = self._view(member)
         self._shown = True
 
-    def hide(self, buckets: BucketList, complete: bool) -> None:
-        """A round begins: take `p.grad` away, or autograd would add to it. Not `complete` inside a window."""
+    def hide(self, buckets: BucketList, whole: bool) -> None:
+        """A round begins: take `p.grad` away, or autograd would add to it. It is not `whole` inside a window."""
         before = None if self._shown else [bucket.edited for bucket in buckets.buckets]
         self.collect(buckets)
         if before is not None:
@@ -213,13 +213,13 @@ class ShardedAccess(GradAccess):
         self._gathered: dict[Bucket, Tensor] = {}
         self._scaled: set[Bucket] = set()
 
-    def hide(self, buckets: BucketList, complete: bool) -> None:
-        for member, gradient in () if complete else _grads(buckets):
+    def hide(self, buckets: BucketList, whole: bool) -> None:
+        for member, gradient in () if whole else _grads(buckets):
             if gradient is not None:
                 raise SherdError(
                     f"p.grad of {member.name!r} was set inside an accumulation window; do it after its last backward"
                 )
-        super().hide(buckets, complete)
+        super().hide(buckets, whole)
 
     def read(self, member: TrackedParameter) -> Tensor:
         """The whole gradient of a parameter. Collective."""

@@ -39,7 +39,7 @@ class Window:
 
     @property
     def whole(self) -> bool:
-        """Whether the gradient is visible: inside a window it is not complete yet."""
+        """Whether the gradient is visible: inside a window it is not whole yet."""
         return self.state is not Filling.FILLING
 
     @property
