@@ -277,11 +277,14 @@ class Bucket:
         self.measure()
 
     def measure(self) -> None:
-        """Take the norms of this rank's slice; its padding is zero."""
+        """Take the norms of this rank's slice; its padding is zero. Without a sum they are zero: a program dropped it."""
         # In fp32: fp64 takes 20 times as long, and the error over 256 elements is far below that of a 16-bit gradient.
         wide = torch.float32 if self.dtype in (torch.float16, torch.bfloat16) else None
         rows = self.slice.view(self.norms.numel(), BLOCK)
-        self.norms.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=wide))
+        if self.summed:
+            self.norms.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=wide))
+        else:
+            self.norms.zero_()
         self.scaled, self.edited = 1.0, False
 
     def scale(self, factor: float) -> None:
