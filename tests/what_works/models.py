@@ -352,7 +352,7 @@ def module_removed(run):
     "Models",
     "`model.to(dtype)` later",
     "convert it before `sherd.distribute`",
-    match=rf"'0\.weight' is torch\.float.*; call model\.to\(\.\.\.\){BEFORE}",
+    match=rf"'0\.weight' is now torch\.float.*; call model\.to\(\.\.\.\){BEFORE}",
 )
 def converted(run):
     _changed(run, lambda model: model.to(torch.float32))
@@ -362,7 +362,7 @@ def converted(run):
     "Models",
     "`model.half()` later",
     "convert it before `sherd.distribute`",
-    match=rf"'0\.weight' is torch\.float.*; call model\.to\(\.\.\.\){BEFORE}",
+    match=rf"'0\.weight' is now torch\.float.*; call model\.to\(\.\.\.\){BEFORE}",
 )
 def halved(run):
     _changed(run, lambda model: model.half())

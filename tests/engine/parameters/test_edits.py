@@ -46,8 +46,8 @@ def put_another(model):
 
 
 REFUSED = [  # the edit, and what the error says beside the name
-    (to_double, "is torch.float64 .* distributed as torch.float32.*before sherd.distribute"),
-    (to_half, "is torch.float16 .* distributed as torch.float32.*before sherd.distribute"),
+    (to_double, "is now torch.float64 .* distributed as torch.float32.*before sherd.distribute"),
+    (to_half, "is now torch.float16 .* distributed as torch.float32.*before sherd.distribute"),
     (put_another, "replaced by another object.*full_parameters"),
 ]
 

@@ -73,7 +73,7 @@ class GradAccess(ABC):
                 if member.used and self._shown:
                     member.used = False
                     rewritten.setdefault(member.bucket, {})[member] = None
-            elif gradient.dtype == member.bucket.dtype and not self._is_ours(member, gradient):
+            elif not self._is_ours(member, gradient) and gradient.dtype == member.bucket.dtype:
                 # Another dtype: the parameter was converted, which will be refused.
                 member.used = True
                 self.assigned.append(member.name)
@@ -180,7 +180,8 @@ class WholeAccess(GradAccess):
         return _local(member).detach()  # a new one each time: as long as it is kept, so is the memory
 
     def _is_ours(self, member: TrackedParameter, gradient: Tensor) -> bool:
-        return gradient.layout is torch.strided and gradient.is_set_to(_local(member))
+        plain = gradient.dtype == member.bucket.dtype and gradient.layout is torch.strided
+        return plain and gradient.is_set_to(_local(member))
 
     def _changed(self, buckets: BucketList) -> set[Bucket]:
         return {bucket for bucket in buckets.buckets if bucket.sum._version != self._versions[bucket]}
