@@ -65,8 +65,8 @@ def check_optimizer(optimizer: Optimizer, choices: Choices, strategy: str) -> No
         # Not refused: one that divides the work among ranks, and does nothing to gradients, is right here too.
         if (collective := own_collective(optimizer)) and torch.distributed.get_rank() == 0:
             log.warning(
-                "%s communicates on its own: its step() calls %s of torch.distributed. sherd has averaged the gradients "
-                "by then, and the ranks have the same ones; use the optimizer's single-process variant if it has one",
+                "%s communicates on its own: its step() calls %s of torch.distributed. sherd has averaged gradients by "
+                "then, and the ranks have the same ones; use the optimizer's single-process variant if it has one",
                 name,
                 collective,
             )

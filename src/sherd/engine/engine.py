@@ -273,7 +273,7 @@ class Engine:
             self._flush()
             self.round.close()
         self._show()
-        if edited:
+        if edited or self.access.assigned:  # those that were set before a backward were measured in it
             for bucket in edited:
                 bucket.measure()
             with labelled(f"what was done to p.grad before step {self.steps}", _ALIKE):

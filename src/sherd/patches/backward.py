@@ -87,6 +87,21 @@ def _alive() -> Iterator[Listener]:
             yield listener
 
 
+def _end_all() -> None:
+    """Tell every listener that the backward is over, also after one has failed at that: the others may go on."""
+    failure: BaseException | None = None
+    for listener in _alive():
+        try:
+            if failure is None:
+                listener.end_round()
+            else:
+                listener.abandon_round(failure)
+        except BaseException as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
 def _wrapped(original: Callable[..., None]) -> Callable[..., None]:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @functools.wraps(original)
@@ -111,7 +126,6 @@ def _wrapped(original: Callable[..., None]) -> Callable[..., None]:
             raise
         finally:
             _depth -= 1
-        for listener in _alive():
-            listener.end_round()
+        _end_all()
 
     return backward  # type: ignore[no-any-return]

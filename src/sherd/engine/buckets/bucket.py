@@ -143,6 +143,12 @@ class Bucket:
             self.move(Sum.NONE)
         self._begun = False
 
+    def drop_local(self, member: TrackedParameter) -> None:
+        """A program dropped the gradient of a member, with the contributions that were not exchanged yet."""
+        member.contribution, member.filled, member.used_here = None, False, False
+        if not any(other.filled or other.contribution is not None for other in self.members):
+            self.local = Local.NONE
+
     def abandon(self) -> None:
         """A reduction failed. Its partial result is never used."""
         self.sum_state = Sum.DONE if self.summed else Sum.NONE
@@ -277,7 +283,7 @@ class Bucket:
         self.measure()
 
     def measure(self) -> None:
-        """Take the norms of this rank's slice; its padding is zero. Without a sum they are zero: a program dropped it."""
+        """Take the norms of this rank's slice, whose padding is zero. Of a sum that a program dropped they are zero."""
         # In fp32: fp64 takes 20 times as long, and the error over 256 elements is far below that of a 16-bit gradient.
         wide = torch.float32 if self.dtype in (torch.float16, torch.bfloat16) else None
         rows = self.slice.view(self.norms.numel(), BLOCK)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -53,11 +53,7 @@ class GradAccess(ABC):
 
     def hide(self, buckets: BucketList, whole: bool) -> None:
         """A round begins: take `p.grad` away, or autograd would add to it. It is not `whole` inside a window."""
-        before = None if self._shown else [bucket.edited for bucket in buckets.buckets]
         self.collect(buckets)
-        if before is not None:
-            for bucket, edited in zip(buckets.buckets, before, strict=True):
-                bucket.edited = edited
         self._take_away(buckets)
 
     def forget(self, buckets: BucketList) -> None:
@@ -78,7 +74,7 @@ class GradAccess(ABC):
                 member.used = True
                 self.assigned.append(member.name)
                 rewritten.setdefault(member.bucket, {})[member] = gradient
-        changed = self._changed(buckets)
+        changed = self._changed(buckets) if self._shown else set()  # else only the sums themselves were written
         for bucket, gradients in rewritten.items():
             self._rewrite(bucket, gradients)
             bucket.edited = True
@@ -100,6 +96,9 @@ class GradAccess(ABC):
 
     def _rewrite(self, bucket: Bucket, gradients: Mapping[TrackedParameter, Tensor | None]) -> None:
         """Write what `p.grad` was set to into the sum. A gradient that the program kept from before does not change."""
+        for member, gradient in gradients.items():
+            if gradient is None:
+                bucket.drop_local(member)
         used = [member for member in bucket.members if member.used]
         if not used:
             bucket.drop()  # model.zero_grad(): the next gradient starts a new sum
@@ -272,20 +271,30 @@ class ShardedAccess(GradAccess):
                 del self._views[member]
                 view.keep(self._reader(member))
 
-    def _reader(self, member: TrackedParameter) -> Any:
-        """A function that reads the present gradient later. While it exists, the memory is not reused."""
+    def _reader(self, member: TrackedParameter) -> Callable[[], Tensor]:
+        """What reads the gradient of now, later. Holding it keeps its memory from being used for the next one.
+
+        It holds nothing that leads to the parameter, which may hold the gradient in turn.
+        """
+        comm, name, entry, start = self._comm, member.name, member.entry, member.offset
+        found: list[Tensor] = []
         if member.bucket in self._gathered:
-            whole = member.shaped_in(self._gathered[member.bucket])
-            return lambda: whole
-        part, found = member.bucket.slice.detach(), list[Tensor]()
+            found.append(member.shaped_in(self._gathered[member.bucket]))
+        part = member.bucket.slice.detach()
 
         def read() -> Tensor:
             if not found:
-                with labelled(f"reading a gradient of {member.name!r} that was kept", ALONE):
-                    found.append(member.shaped_in(self._comm.all_gather(part).wait()))
+                with labelled(f"reading a gradient of {name!r} that was kept", ALONE):
+                    whole = comm.all_gather(part).wait()
+                found.append(entry.shaped(whole[start : start + entry.numel]))
             return found[0]
 
         return read
+
+    def __del__(self) -> None:
+        # The model is gone. A program may still hold its gradients.
+        for member, view in self._views.items():
+            view.keep(self._reader(member))
 
     def _changed(self, buckets: BucketList) -> set[Bucket]:
         for bucket, whole in self._gathered.items():  # p.grad.data.clamp_() changes no version

@@ -24,13 +24,14 @@ _METADATA: frozenset[Any] = frozenset(
     for name in (
         *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "itemsize"),
         *("is_cpu", "is_cuda", "is_mps", "is_xpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized"),
-        *("is_mkldnn", "is_nested", "nbytes", "_version", "output_nr", "name"),
+        *("is_mkldnn", "is_nested", "nbytes", "_version", "output_nr", "name", "retains_grad", "grad", "_base"),
     )
 )
 _ASKING: frozenset[Any] = frozenset(
     {
         *(_T.size, _T.stride, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.element_size, _T.get_device, _T.__len__),
         *(_T.is_contiguous, _T.is_floating_point, _T.is_complex, _T.is_signed, _T.requires_grad_, _T.is_same_size),
+        *(_T._is_view, _T.is_neg, _T.is_conj, torch.is_neg, torch.is_conj, _T.storage_offset, _T._is_zerotensor),
         *(torch.numel, torch.is_complex, torch.is_floating_point, torch.is_same_size, _T.is_inference),
     }
 )
