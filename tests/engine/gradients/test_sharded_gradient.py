@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -138,3 +140,96 @@ def different():
 
 def test_ranks_that_scale_by_different_numbers_are_named(ranks):
     ranks(2).run(different)
+
+
+def gone(strategy):
+    """A gradient outlives its model, and keeps nothing of it alive."""
+    with connected() as c:
+        for put_back in (False, True):
+            model, optimizer = distributed(c, strategy)
+            loss_of(model, batch(c.rank)).backward()
+            expected, parameter = model[0].weight.grad.clone(), weakref.ref(model[0].weight)
+            kept = [each.grad for each in model.parameters()]
+            if put_back:
+                optimizer.zero_grad()
+                for each, gradient in zip(model.parameters(), kept, strict=True):
+                    each.grad = gradient
+                del each, gradient
+            del model, optimizer
+            gc.collect()
+            assert torch.equal(kept[0], expected) and parameter() is None, put_back
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_a_gradient_outlives_its_model(ranks, strategy):
+    ranks(2).run(gone, strategy)
+
+
+def compiled():
+    with connected() as c:
+        model, optimizer = distributed(c, "zero2")
+        faster = torch.compile(model, backend="eager")
+        for size in (4, 3):  # the second time it is compiled while there are gradients
+            x, _ = batch(c.rank)
+            faster(x[:size]).square().mean().backward()
+        optimizer.step()
+
+
+def test_torch_compile_may_look_at_gradients(ranks):
+    ranks(2).run(compiled)
+
+
+def another_model_fails():
+    with connected() as c:
+        one, first = distributed(c, "zero2")
+        other, second = distributed(c, "zero2")
+        loss_of(one, batch(c.rank)).backward()
+        first.step()
+        first.zero_grad()
+        first.param_groups[0]["lr"] = 0.1 + c.rank
+        with pytest.raises(sherd.Diverged, match="lr="):
+            loss_of(one, batch(c.rank)).backward()
+        loss_of(other, batch(c.rank)).backward()
+        second.step()
+
+
+def test_another_model_goes_on_after_one_fails_at_the_end_of_a_backward(ranks):
+    ranks(2).run(another_model_fails)
+
+
+def dropped(strategy):
+    """`model.zero_grad()` drops what was not exchanged yet, too."""
+    with connected() as c:
+        found = []
+        for stale in (True, False):
+            model, optimizer = distributed(c, strategy)
+            if stale:
+                loss_of(model, batch(c.rank, 0)).backward()
+                with sherd.no_sync(model):
+                    loss_of(model, batch(c.rank, 1)).backward()
+                model.zero_grad()
+            for step in (2, 3):
+                loss_of(model, batch(c.rank, step)).backward()
+            optimizer.step()
+            found.append(torch.cat([each.detach().clone().flatten() for each in model.parameters()]))
+        assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *SHARDED])
+def test_what_was_not_exchanged_is_dropped_too(ranks, strategy):
+    ranks(2).run(dropped, strategy)
+
+
+def set_before(strategy):
+    with connected() as c:
+        model, optimizer = distributed(c, strategy)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1.0 + c.rank)
+        loss_of(model, batch(c.rank)).backward()
+        with pytest.raises(sherd.Diverged, match=r"'0\.weight' and \d more was set to different values"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *SHARDED])
+def test_gradients_set_differently_before_a_backward_are_found(ranks, strategy):
+    ranks(2).run(set_before, strategy)
