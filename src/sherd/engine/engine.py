@@ -299,6 +299,8 @@ class Engine:
         if self.window.open:
             return
         self.weights.forget()
+        if keep_zeros:
+            self.access.collect(self.buckets)  # a gradient that the program set counts too
         if keep_zeros and any(member.used or member.used_here for member in self.buckets.parameters):
             self.settle()
             for bucket in self.buckets.buckets:
