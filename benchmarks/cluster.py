@@ -5,7 +5,7 @@ share its cores; whatever a host sends passes a token bucket at the link's rate.
 
 `MB sent` is what leaves the busiest host in a step, from its interface's own counters, headers and acknowledgements
 included. The wire's limit is how long the link takes for these bytes if it is never idle: no step of that contender
-can be shorter, nor can it be than that of `unconnected`, whose ranks do not talk.
+can be shorter, nor can it be shorter than a step of `unconnected`, whose ranks do not communicate.
 """
 
 from __future__ import annotations

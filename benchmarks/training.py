@@ -5,7 +5,7 @@ Each round gives every group one turn for each workload, in a new order, so that
 all of them alike; how much that was stands below each table. A turn's first step is not counted; in it the memory is
 weighed. A step takes as long as its slowest rank; reported is the median over all rounds.
 
-`unconnected` are as many processes as the others have ranks, which do not talk: the limit of this machine. `single
+`unconnected` are as many processes as the others have ranks, with no communication: the limit of this machine. `single
 process` trains on the data of all ranks with as many threads as the others have ranks. Everybody else uses one thread
 for each rank, and sees the same data in the same order from the same first weights, so the losses should agree: each
 is the mean of the workload's last turn over steps and ranks. Those of `unconnected` are of separate models.

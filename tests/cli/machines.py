@@ -69,4 +69,4 @@ def lines_until(stream, pattern):
         seen.append(line)
         if re.search(pattern, line):
             return "".join(seen), time.monotonic()
-    raise AssertionError(f"{pattern!r} did not come:\n{''.join(seen)}")
+    raise AssertionError(f"{pattern!r} was not printed:\n{''.join(seen)}")

@@ -1,6 +1,6 @@
 """Ranks that are killed at random moments, from their hello on: every survivor names the one that died, at once.
 
-Without a launcher nobody knows of a rank before its hello; with one, the launcher does.
+Without a launcher a rank is unknown before its hello; a launcher knows it from its start.
 """
 
 from __future__ import annotations

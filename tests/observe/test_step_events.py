@@ -349,7 +349,7 @@ def test_the_loss_of_a_closure_is_that_of_the_step(ranks, tmp_path, kind):
 
 
 def logged():
-    sherd.log(early=1)  # before anything, in a child process: nobody knows yet that it is a rank
+    sherd.log(early=1)  # before anything, in a child process: it is not known as a rank yet
     model = double()
     loader = DataLoader(TensorDataset(*batch(0, rows=ROWS, dtype=torch.float64)), batch_size=3)
     with comm.connect() as c:

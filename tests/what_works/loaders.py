@@ -329,8 +329,8 @@ def two_loaders(run):
 
 @refused(
     SECTION,
-    "An `IterableDataset` without a word",
-    'nobody else knows whether it gives each rank the same: write `iterable="split"` or `iterable="sharded"`',
+    "An `IterableDataset` without `iterable=`",
+    'only the user knows whether it gives each rank the same: write `iterable="split"` or `iterable="sharded"`',
     match=r'iterable="split".*iterable="sharded"',
 )
 def unspoken(run):

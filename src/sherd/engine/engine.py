@@ -59,7 +59,7 @@ class State(enum.Enum):
 
 
 _MOVES = {
-    State.READY: (State.UPDATING, State.READY),
+    State.READY: (State.UPDATING,),
     State.UPDATING: (State.READY, State.BROKEN),
     State.BROKEN: (State.READY,),
 }

@@ -205,7 +205,7 @@ def whole_weights(model):
 
 
 def blamed(told):
-    """The hosts that an error says did not come, or were lost."""
+    """The hosts of which an error says that they did not reach the call, or were lost."""
     headline = re.split("did not reach this call|was lost|ended", told.text)[0].rpartition("reports: ")[2]
     return set(re.findall(r"rank \d+ on (host\d+) \(pid \d+\)", headline))
 

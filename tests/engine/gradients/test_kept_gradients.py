@@ -125,7 +125,7 @@ def kept_and_set():
                 for parameter, gradient in zip(model.parameters(), kept, strict=True):
                     parameter.grad = gradient * 0.5
                     assert torch.equal(parameter.grad, gradient * 0.5)
-                kept[1].mul_(3.0)  # of which nobody knows any more
+                kept[1].mul_(3.0)  # no longer the gradient of anything
                 optimizer.step()
                 before[1] *= 3.0
                 assert all(map(torch.equal, kept, before)), strategy

@@ -49,7 +49,7 @@ class Sum(enum.Enum):
 _SUM_MOVES = {
     Sum.NONE: (Sum.REDUCING, Sum.DONE),  # straight to DONE: the user's program set the gradient itself
     Sum.REDUCING: (Sum.DONE,),
-    Sum.DONE: (Sum.REDUCING, Sum.DONE, Sum.NONE),
+    Sum.DONE: (Sum.REDUCING, Sum.NONE),
 }
 
 
@@ -130,11 +130,10 @@ class Bucket:
             self._rooms.current.whole.copy_(before.whole)
             self._move_in()
 
-    def set(self, zero: bool) -> None:
-        """Let the user's program set the sum, starting from zeros or from its present value."""
+    def set_to_zero(self) -> None:
+        """Make a sum of zeros, into which a program's own gradient is written."""
         self.begin()
-        if zero:
-            self.sum.zero_()
+        self.sum.zero_()
         self.move(Sum.DONE)
 
     def drop(self) -> None:

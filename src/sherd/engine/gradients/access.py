@@ -114,7 +114,7 @@ class GradAccess(ABC):
         if bucket.summed:
             bucket.separate()
         else:
-            bucket.set(zero=True)
+            bucket.set_to_zero()
         for member, gradient in gradients.items():
             self._put(member, gradient)
         for member in used:
