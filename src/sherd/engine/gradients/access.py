@@ -203,6 +203,15 @@ def _local(member: TrackedParameter) -> Tensor:
     return member.local
 
 
+def _references(kept: Mapping[Any, object], key: Any) -> int:
+    value = kept[key]
+    return sys.getrefcount(value)
+
+
+_UNSHARED = _references({0: object()}, 0)
+"""What it counts for an object that only the mapping holds: the interpreter's own references differ by version."""
+
+
 class ShardedAccess(GradAccess):
     """`p.grad` is gathered from the owners of its slices when it is used."""
 
@@ -264,12 +273,9 @@ class ShardedAccess(GradAccess):
 
     def _let_go(self, members: Iterable[TrackedParameter]) -> None:
         """Release these gradients. Those that the program keeps retain their values and may be read later."""
-        for member in list(members):
-            view = self._views.get(member)
-            # Our own three references are the dict, `view`, and the argument of getrefcount.
-            if view is not None and (sys.getrefcount(view) > 3 or view._use_count() > 1):  # type: ignore[attr-defined]
-                del self._views[member]
-                view.keep(self._reader(member))
+        for member in [member for member in members if member in self._views]:
+            if _references(self._views, member) > _UNSHARED or self._views[member]._use_count() > 1:  # type: ignore[attr-defined]
+                self._views.pop(member).keep(self._reader(member))
 
     def _reader(self, member: TrackedParameter) -> Callable[[], Tensor]:
         """What reads the gradient of now, later. Holding it keeps its memory from being used for the next one.
