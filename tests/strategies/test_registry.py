@@ -25,7 +25,7 @@ def empty(monkeypatch):
 class Choosing(Strategy):
     """What every strategy must say, and these tests do not ask."""
 
-    def choose(self, comm, device):
+    def policy(self, comm, device):
         raise AssertionError("not asked")
 
 

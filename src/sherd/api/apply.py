@@ -63,10 +63,10 @@ def _prepare(plan: Plan, comm: Communicator, undo: ExitStack) -> Engine:
     """Do everything except taking rank 0's parameter values."""
     if plan.optimizer is not None:
         undo.callback(_as_it_is(plan.optimizer))
-    engine = assemble(comm, plan.inventory, plan.choices, plan.options, plan.optimizer, undo)
+    engine = assemble(comm, plan.inventory, plan.policy, plan.options, plan.optimizer, undo)
     if plan.optimizer is not None:
         optimizer_object.install(plan.optimizer, training_of)
-    training = Training(engine, plan.strategy, plan.choices)
+    training = Training(engine, plan.strategy)
     for thing in (*plan.models, plan.optimizer):
         if thing is not None:
             undo.callback(training.disown, thing)

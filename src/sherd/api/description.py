@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from sherd.api.training import Training
-from sherd.engine.choices import AccumulateAt
+from sherd.engine.policy import AccumulateAt, Owns
 
 
 def described(training: Training) -> str:
     """Strategy, accumulation, shards, bytes by kind, buckets and transport. Collective: it sums over the ranks."""
     engine = training.engine
-    layout, comm = engine.layout, engine.comm
+    layout, comm, policy = engine.layout, engine.comm, engine.policy
     mine, coming = training.memory(), training.coming_state_bytes()
     mine["optimizer state"] += coming
     with comm.counters.agreeing():
@@ -17,13 +17,13 @@ def described(training: Training) -> str:
     largest = max((bucket.numel for bucket in layout.buckets), default=0)
     owned = sum(bucket.slice_numel for bucket in layout.buckets)
     frozen = sum(member.entry.numel for bucket in engine.buckets.frozen for member in bucket.members)
-    sliced = engine.store.updates_slices
+    sliced = policy.owns is Owns.SLICE
     shard = f"each rank owns and updates {owned:,} elements" if sliced else "none: each rank updates everything"
     if engine.mesh.groups > 1:
         shard += f"; {engine.mesh.groups} groups of {engine.mesh.shard.world} ranks have a copy of the parameters each"
     lines = [
-        f"strategy   {training.strategy.name}: parameters {training.choices.parameters.value}, "
-        f"gradients {training.choices.gradients.value}, accumulated at the {training.choices.accumulate_at.value}",
+        f"strategy   {training.strategy.name}: parameters {policy.home.value}, gradients {policy.keeps.value}, "
+        f"accumulated at the {policy.accumulate_at.value}",
         *_accumulation(training),
         f"ranks      {comm.world} over {comm.transport}",
         f"model      {layout.numel:,} trainable elements in {len(layout.entries)} parameters, "
@@ -43,7 +43,7 @@ def described(training: Training) -> str:
 
 def _accumulation(training: Training) -> list[str]:
     """Where backwards accumulate, if a step has several: it affects the bits, and strategies differ in it."""
-    backwards, where = training.engine.window.length, training.choices.accumulate_at
+    backwards, where = training.engine.window.length, training.engine.policy.accumulate_at
     if backwards == 1:
         return []
     how = "the rank, one exchange per step" if where is AccumulateAt.RANK else "the owner, an exchange per backward"

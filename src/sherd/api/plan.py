@@ -14,10 +14,10 @@ from sherd.api.arguments import sort_out
 from sherd.api.training import refuse_strangers
 from sherd.comm import Communicator
 from sherd.config import LoaderOptions, StepOptions
-from sherd.engine.assembly import check_optimizer, settled
+from sherd.engine.assembly import check_optimizer, settle
 from sherd.engine.buckets.inventory import Inventory
-from sherd.engine.choices import Choices
 from sherd.engine.consistency.settings import compare_optimizers
+from sherd.engine.policy import ExchangePolicy
 from sherd.errors import ConfigError, Diverged
 from sherd.strategies import Strategy
 
@@ -32,7 +32,7 @@ class Plan:
     models: list[nn.Module]
     optimizer: Optimizer | None
     inventory: Inventory
-    choices: Choices
+    policy: ExchangePolicy
     shardings: list[data.Sharding]
 
     @classmethod
@@ -51,15 +51,16 @@ class Plan:
         inventory = Inventory.of(models[0] if len(models) == 1 else nn.ModuleList(models), dry=comm.dry)
         for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
             refuse_strangers(group["params"], inventory.parameters, f"the optimizer's group {index}")
-        choices = settled(strategy.choose(comm, inventory.device), options)
+        policy = strategy.policy(comm, inventory.device)
+        settle(policy, options)
         if optimizer is not None:
-            check_optimizer(optimizer, choices, strategy.name)
+            check_optimizer(optimizer, policy, strategy.name)
         others = loading.replace(global_batch=None)  # only the first loader is for training
         shardings = [
             data.plan(loader, comm, others if index else loading, options.accumulate)
             for index, loader in enumerate(loaders)
         ]
-        return cls(strategy, options, loading, models, optimizer, inventory, choices, shardings)
+        return cls(strategy, options, loading, models, optimizer, inventory, policy, shardings)
 
     @property
     def model(self) -> nn.Module:

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sherd.comm import labelled
-from sherd.engine.choices import Choices
 from sherd.engine.engine import Engine
 from sherd.engine.gradients.loss import loss_of_all
 from sherd.engine.optimizer.forecast import Forecast
@@ -36,10 +35,9 @@ class Recorder(Protocol):
 class Training:
     """Ties a model and its optimizer to the engine. It lives as long as either of them."""
 
-    def __init__(self, engine: Engine, strategy: Strategy, choices: Choices) -> None:
+    def __init__(self, engine: Engine, strategy: Strategy) -> None:
         self.engine = engine
         self.strategy = strategy
-        self.choices = choices
         self.recorder: Recorder | None = None
         """Records every step, while events are on."""
 
@@ -80,8 +78,8 @@ class Training:
         # Inside the step's hooks: pre-hooks may edit parameters, and post-hooks see the updates of all ranks.
         if optimizer._optimizer_step_pre_hooks:
             self.engine.settle()  # they may edit gradients too
-        with self.engine.updating():
-            self.updater.step()
+        with self.engine.updating() as update:
+            update.run()
 
     def _step_by_closure(self, optimizer: Optimizer, closure: Closure, updater: WholeOptimizer) -> Any:
         """A step that may evaluate the loss several times, each time with the loss and gradient of all ranks."""
@@ -111,7 +109,7 @@ class Training:
                     update.begun = True
                     return loss
 
-                return updater.step(evaluate)
+                return update.run(evaluate)
 
         return _hooked(optimizer, search)
 

@@ -10,7 +10,7 @@ consistency   what must be the same on all ranks, and the errors that name a dif
 optimizer     the user's optimizer, whole or in shards, and whether it may be sharded
 
 modules       state of modules other than parameters: buffers and synchronised batch norm
-choices       what a strategy decides
+policy        what ranks exchange, and when: what a strategy decides
 engine        a training step: forward, backward, update
-assembly      builds the engine of a model from the strategy's choices
+assembly      builds the engine of a model as its policy says
 """

@@ -1,8 +1,7 @@
-"""An engine put together from what a strategy chose: the only place that asks what that was."""
+"""An engine put together as its policy says: the only place that asks where parameters live and who owns what."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from contextlib import ExitStack
 
@@ -14,9 +13,8 @@ from sherd.config import StepOptions
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.exchange import Exchange, ReplicaExchange, SliceExchange, WholeExchange
 from sherd.engine.buckets.inventory import Inventory
-from sherd.engine.choices import AccumulateAt, Choices, Gradients, Parameters
 from sherd.engine.engine import Engine, Parts
-from sherd.engine.gradients.access import GradAccess, ShardedAccess, WholeAccess
+from sherd.engine.gradients.access import ShardedAccess, WholeAccess
 from sherd.engine.gradients.gradient import Window
 from sherd.engine.optimizer.elementwise import own_collective, why_not_elementwise
 from sherd.engine.optimizer.shard import OptimizerShard
@@ -28,40 +26,38 @@ from sherd.engine.parameters.host_store import HostStore
 from sherd.engine.parameters.mesh import Mesh
 from sherd.engine.parameters.restore import tensors_as_they_are
 from sherd.engine.parameters.store import ParameterStore
+from sherd.engine.policy import AccumulateAt, ExchangePolicy, Home, Keeps, Owns
 from sherd.errors import ConfigError
 from sherd.layout.packing import bucket_numel
 from sherd.patches import backward
 
 log = logging.getLogger("sherd")
 
-_STORES: dict[Parameters, type[ParameterStore]] = {
-    Parameters.REPLICAS: ReplicaStore,
-    Parameters.PRIVATE: PrivateStore,
-    Parameters.GATHERED: GatheredStore,
-    Parameters.GATHERED_BY_HOST: HostGatheredStore,
-    Parameters.HOST: HostStore,
+_STORES: dict[Home, type[ParameterStore]] = {
+    Home.PRIVATE: PrivateStore,
+    Home.GATHERED: GatheredStore,
+    Home.GATHERED_BY_HOST: HostGatheredStore,
+    Home.HOST: HostStore,
 }
-_EXCHANGES: dict[Gradients, type[Exchange]] = {
-    Gradients.REPLICAS: ReplicaExchange,
-    Gradients.WHOLE: WholeExchange,
-    Gradients.SLICES: SliceExchange,
+_EXCHANGES: dict[tuple[Keeps, Owns], type[Exchange]] = {
+    (Keeps.WHOLE, Owns.EVERYTHING): ReplicaExchange,
+    (Keeps.WHOLE, Owns.SLICE): WholeExchange,
+    (Keeps.SLICES, Owns.SLICE): SliceExchange,
 }
 
 
-def settled(choices: Choices, options: StepOptions) -> Choices:
-    """What a strategy chose, with what the user said about accumulation."""
+def settle(policy: ExchangePolicy, options: StepOptions) -> None:
+    """Follow what the user said about accumulation."""
     if options.accumulate_at is not None:
-        choices = dataclasses.replace(choices, accumulate_at=AccumulateAt(options.accumulate_at))
-    if choices.accumulate_at is AccumulateAt.RANK and choices.gradients is Gradients.SLICES:
-        # A rank that adds up its own gradient needs room for all of it.
-        choices = dataclasses.replace(choices, gradients=Gradients.WHOLE)
-    return choices
+        policy.accumulate_at = AccumulateAt(options.accumulate_at)
+    if policy.accumulate_at is AccumulateAt.RANK:
+        policy.keeps = Keeps.WHOLE  # a rank that adds up its own gradient needs room for all of it
 
 
-def check_optimizer(optimizer: Optimizer, choices: Choices, strategy: str) -> None:
+def check_optimizer(optimizer: Optimizer, policy: ExchangePolicy, strategy: str) -> None:
     """Refuse an optimizer that cannot work in parts where that is what the strategy asks for."""
     name = type(optimizer).__name__
-    if choices.parameters is Parameters.REPLICAS:
+    if policy.owns is Owns.EVERYTHING:
         # Not refused: one that divides the work among ranks, and does nothing to gradients, is right here too.
         if (collective := own_collective(optimizer)) and torch.distributed.get_rank() == 0:
             log.warning(
@@ -82,7 +78,7 @@ def check_optimizer(optimizer: Optimizer, choices: Choices, strategy: str) -> No
 def assemble(
     comm: Communicator,
     inventory: Inventory,
-    choices: Choices,
+    policy: ExchangePolicy,
     options: StepOptions,
     optimizer: Optimizer | None,
     undo: ExitStack,
@@ -94,31 +90,36 @@ def assemble(
     entries = [member.entry for member in inventory.members]
     numel = bucket_numel(entries, options.bucket_bytes, crosses=comm.tree.group < comm.world)
     buckets = BucketList.pack(inventory.members, comm.world, comm.tree.group, numel)
-    mesh = Mesh.cut(comm, choices.shard_over)
+    for bucket in buckets.every:
+        bucket.comm = comm
+    mesh = Mesh.cut(comm, policy.shard_over or comm.world)
     undo.callback(mesh.close)
     undo.callback(tensors_as_they_are((*inventory.parameters, *inventory.buffers)))
     parts = Parts(
         mesh=mesh,
         buckets=buckets,
-        store=_STORES[choices.parameters](mesh, inventory, buckets),
-        exchange=_EXCHANGES[choices.gradients](comm, numel, inventory.device),
-        access=_access(comm, choices),
+        policy=policy,
+        store=_store(policy)(mesh, inventory, buckets),
+        exchange=_EXCHANGES[policy.keeps, policy.owns](comm, numel, inventory.device, policy.reduce),
+        access=WholeAccess() if policy.owns is Owns.EVERYTHING else ShardedAccess(comm),
         window=Window(options.accumulate),
-        adds_up_here=choices.accumulate_at is AccumulateAt.RANK,
+        adds_up_here=policy.accumulate_at is AccumulateAt.RANK,
     )
     engine = Engine(comm, inventory, options, optimizer, parts)
     undo.callback(backward.forget, engine)
     if optimizer is not None:
-        engine.updater = _updater(optimizer, choices, engine)
+        engine.updater = _updater(optimizer, policy, engine)
     return engine
 
 
-def _access(comm: Communicator, choices: Choices) -> GradAccess:
-    return WholeAccess() if choices.gradients is Gradients.REPLICAS else ShardedAccess(comm)
+def _store(policy: ExchangePolicy) -> type[ParameterStore]:
+    if policy.home is Home.PRIVATE and policy.owns is Owns.EVERYTHING:
+        return ReplicaStore
+    return _STORES[policy.home]
 
 
-def _updater(optimizer: Optimizer, choices: Choices, engine: Engine) -> WholeOptimizer | OptimizerShard:
+def _updater(optimizer: Optimizer, policy: ExchangePolicy, engine: Engine) -> WholeOptimizer | OptimizerShard:
     """Who updates what this rank is to update."""
-    if choices.parameters is Parameters.REPLICAS:
+    if policy.owns is Owns.EVERYTHING:
         return WholeOptimizer(optimizer)
     return OptimizerShard(optimizer, engine.buckets, engine.comm.rank, known=engine.inventory.parameters)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -40,6 +42,7 @@ from sherd.engine.optimizer.whole import WholeOptimizer
 from sherd.engine.parameters.isolation import bypass_torch_function
 from sherd.engine.parameters.mesh import Mesh
 from sherd.engine.parameters.store import ParameterStore
+from sherd.engine.policy import ExchangePolicy, StepContext
 from sherd.errors import ConfigError, SherdError
 from sherd.layout.shard_layout import ShardLayout
 from sherd.patches import backward
@@ -71,6 +74,7 @@ class Parts:
 
     mesh: Mesh
     buckets: BucketList
+    policy: ExchangePolicy
     store: ParameterStore
     exchange: Exchange
     access: GradAccess
@@ -81,8 +85,9 @@ class Parts:
 
 @dataclass
 class Update:
-    """One update of the parameters."""
+    """One update of the parameters. `run` makes it, with a closure for optimizers that evaluate the loss again."""
 
+    run: Callable[..., Any]
     begun: bool = True
     """whether something may have been changed, beyond what can be seen of the parameters"""
 
@@ -103,6 +108,7 @@ class Engine:
         self.comm = comm
         self.inventory = inventory
         self.mesh = parts.mesh
+        self.policy = parts.policy
         self.store = parts.store
         self.exchange = parts.exchange
         self.access = parts.access
@@ -345,12 +351,13 @@ class Engine:
         with labelled(f"step {self.steps}"):
             if self.unchanged.compares:  # this also waits until no rank reads what is about to be updated
                 self.unchanged.compare_if_any(f"before the update of step {self.steps}")
-            self.store.acquire(self.buckets.buckets)
+            s = StepContext(self.steps, self.comm, self.buckets.buckets, self.store, self.updater)
+            self.policy.before_update(s)
             self.move(State.UPDATING)
-            update = Update()
+            update = Update(partial(self.policy.update, s))
             try:
                 yield update
-                self.store.publish(self.buckets.buckets)
+                self.policy.after_update(s)
             except BaseException as error:
                 self.store.abandon()
                 torn = update.begun or self.unchanged.touched()

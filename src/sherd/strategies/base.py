@@ -10,7 +10,7 @@ import torch
 
 from sherd.comm import Communicator
 from sherd.config import Options
-from sherd.engine.choices import Choices
+from sherd.engine.policy import ExchangePolicy
 from sherd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 class Strategy(Options, ABC):
     """How ranks share the work: frozen options, and no state that changes during training.
 
-    The contract: a strategy only *chooses* (where parameters live, who owns a slice, when ranks exchange); the engine
-    acts on the choices without asking which strategy made them. Abstract: a subclass is a frozen dataclass whose fields
-    are its options, all with defaults, registered under a name:
+    The contract: a strategy makes an `ExchangePolicy`, one per model, which says what ranks exchange and when; the
+    engine acts on it without asking which strategy made it. Abstract: a subclass is a frozen dataclass whose fields are
+    its options, all with defaults, registered under a name:
 
         @register("example")
         @dataclass(frozen=True, kw_only=True)
         class Example(Strategy):
             every: int = 1
 
-            def choose(self, comm: Communicator, device: torch.device) -> Choices: ...
+            def policy(self, comm: Communicator, device: torch.device) -> ExchangePolicy: ...
     """
 
     name: ClassVar[str]
@@ -42,5 +42,5 @@ class Strategy(Options, ABC):
         return super().__new__(cls, *args, **options)
 
     @abstractmethod
-    def choose(self, comm: Communicator, device: torch.device) -> Choices:
-        """The choices for these ranks and a model on `device`."""
+    def policy(self, comm: Communicator, device: torch.device) -> ExchangePolicy:
+        """A new policy for these ranks and a model on `device`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sherd.comm import Communicator
-from sherd.engine.choices import AccumulateAt, Choices, Gradients, Parameters
+from sherd.engine.policy import ExchangePolicy
 from sherd.strategies.base import Strategy
 from sherd.strategies.registry import register
 
@@ -17,5 +17,5 @@ from sherd.strategies.registry import register
 class DDP(Strategy):
     """Parameters, gradients and optimizer state whole on every rank; gradients are summed during backward."""
 
-    def choose(self, comm: Communicator, device: torch.device) -> Choices:
-        return Choices(Parameters.REPLICAS, Gradients.REPLICAS, AccumulateAt.RANK, comm.world)
+    def policy(self, comm: Communicator, device: torch.device) -> ExchangePolicy:
+        return ExchangePolicy()

@@ -5,12 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from sherd.comm import Communicator
+from sherd.comm import Communicator, Handle
 from sherd.config import at_least, one_of, refuse
-from sherd.engine.choices import AccumulateAt, Choices, Gradients, Parameters
+from sherd.engine.buckets.bucket import Bucket
+from sherd.engine.policy import AccumulateAt, ExchangePolicy, Home, Keeps, Owns, StepContext
 from sherd.strategies.base import Strategy
 from sherd.strategies.registry import register
+
+
+class Sharded(ExchangePolicy):
+    """Gradients are summed slice by slice; owners update their slices, and the store makes them visible to all."""
+
+    owns = Owns.SLICE
+
+    def __init__(self, stage: int, home: Home, shard_over: int) -> None:
+        self.home = home
+        self.shard_over = shard_over
+        self.keeps = Keeps.WHOLE if stage == 1 else Keeps.SLICES
+        self.accumulate_at = AccumulateAt.RANK if stage == 1 else AccumulateAt.OWNER
+
+    def reduce(self, bucket: Bucket, source: Tensor, target: Tensor, op: str, own: Tensor | None = None) -> Handle:
+        return bucket.comm.reduce_scatter(source, target, op=op, own=own)
+
+    def before_update(self, s: StepContext) -> None:
+        s.store.acquire(s.buckets)
+
+    def after_update(self, s: StepContext) -> None:
+        s.store.publish(s.buckets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,26 +69,20 @@ class ZeRO(Strategy):
         """What users write for this stage."""
         return f"zero{self.stage}"
 
-    def choose(self, comm: Communicator, device: torch.device) -> Choices:
+    def policy(self, comm: Communicator, device: torch.device) -> ExchangePolicy:
         size = self._group_size(comm)
         home = self._home(comm, device, size)
-        if home is Parameters.HOST:
-            size = comm.world  # a host has one copy anyway: no groups needed
-        return Choices(
-            home,
-            Gradients.WHOLE if self.stage == 1 else Gradients.SLICES,
-            AccumulateAt.RANK if self.stage == 1 else AccumulateAt.OWNER,
-            size,
-        )
+        # A host has one copy anyway: no groups needed.
+        return Sharded(self.stage, home, comm.world if home is Home.HOST else size)
 
-    def _home(self, comm: Communicator, device: torch.device, size: int) -> Parameters:
+    def _home(self, comm: Communicator, device: torch.device, size: int) -> Home:
         shared, local = self.share_host_memory and comm.shares_memory and device.type == "cpu", comm.host.world
         if shared and (self.stage < 3 or size <= local):
-            return Parameters.HOST
+            return Home.HOST
         if self.stage < 3:
-            return Parameters.PRIVATE
+            return Home.PRIVATE
         together = shared and local > 1 and size % local == 0
-        return Parameters.GATHERED_BY_HOST if together else Parameters.GATHERED
+        return Home.GATHERED_BY_HOST if together else Home.GATHERED
 
     def _group_size(self, comm: Communicator) -> int:
         size = {"world": comm.world, "host": comm.ranks_per_host}.get(str(self.shard_over), self.shard_over)

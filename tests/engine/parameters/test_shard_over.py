@@ -48,7 +48,7 @@ def every_option(transport, check_host):
             model = network()
             model[2].bias.requires_grad_(False)
             model, optimizer = sherd.distribute(model, sgd(model), strategy=strategy, comm=c, bucket_bytes=1024)
-            homes.add(training_of(model).choices.parameters.value)
+            homes.add(training_of(model).engine.policy.home.value)
             step(model, optimizer, batch(c.rank, 0))
             with sherd.full_parameters(model):
                 model[0].weight.data.mul_(0.5)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sherd.comm import Communicator
 from sherd.engine.buckets.exchange import Exchange, Rooms
 from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.errors import SherdError
@@ -65,6 +66,8 @@ class Values:
 class Bucket:
     """Parameters that are exchanged together."""
 
+    comm: Communicator
+    """The ranks that hold these parameters."""
     values: Values
     norms: Tensor
     """Norms of the blocks of `slice`; a view into the table of all buckets."""
@@ -247,7 +250,7 @@ class Bucket:
             slot = reductions.slot(piece.numel, self.dtype)
             own = self._fill(slot, runs)
             target = self.sum[piece.start : piece.stop]
-            handle, addend = self.exchange.reduce(slot, own, target, op, first)
+            handle, addend = self.exchange.reduce(self, slot, own, target, op, first)
             reductions.ring.lend(handle)
             reductions.add(self, handle, target, addend, last=piece is self._pieces[-1][0])
         for member in self.members:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,14 @@ if TYPE_CHECKING:
 _C: Any = torch._C
 MAX_HELD = 4
 """Rooms per bucket that may be used again. A program that keeps more than these probably keeps them for long."""
+
+
+class Reduce(Protocol):
+    """Sums `source` over the ranks into `target` (see `ExchangePolicy.reduce`)."""
+
+    def __call__(
+        self, bucket: Bucket, source: Tensor, target: Tensor, op: str, own: Tensor | None = None
+    ) -> Handle: ...
 
 
 class Room:
@@ -84,8 +92,9 @@ class Exchange(ABC):
     sum_in_slot = False
     """Whether the addend of a sum lies in the slot that it was reduced from."""
 
-    def __init__(self, comm: Communicator, slot_numel: int, device: torch.device) -> None:
+    def __init__(self, comm: Communicator, slot_numel: int, device: torch.device, reduce: Reduce) -> None:
         self._comm = comm
+        self._reduce = reduce
         self.rank = comm.rank
         self._slot_numel = slot_numel
         self._device = device
@@ -122,16 +131,16 @@ class Exchange(ABC):
 
     def reduce_in_place(self, bucket: Bucket, op: str) -> Handle:
         """Reduce this rank's whole gradient, if the exchange keeps one, into the sum."""
-        return self._comm.reduce_scatter(bucket.whole, bucket.sum, op=op)
+        return self._reduce(bucket, bucket.whole, bucket.sum, op)
 
     def reduce(
-        self, slot: Tensor, own: Tensor | None, target: Tensor, op: str, first: bool
+        self, bucket: Bucket, slot: Tensor, own: Tensor | None, target: Tensor, op: str, first: bool
     ) -> tuple[Handle, Tensor | None]:
         """Reduce a slot into `target`, or, if that already holds a sum, into an addend, which is returned."""
         if first:
-            return self._comm.reduce_scatter(slot, target, op=op, own=own), None
+            return self._reduce(bucket, slot, target, op, own), None
         aside = torch.empty_like(target)
-        return self._comm.reduce_scatter(slot, aside, op=op, own=own), aside
+        return self._reduce(bucket, slot, aside, op, own), aside
 
     def pieces(self, described: slicing.Bucket) -> tuple[Piece, ...]:
         """The pieces in which a bucket goes through the ring."""
@@ -192,9 +201,6 @@ class ReplicaExchange(WholeExchange):
         return largest_whole(described, self._slot_numel)
 
     def reduce(
-        self, slot: Tensor, own: Tensor | None, target: Tensor, op: str, first: bool
+        self, bucket: Bucket, slot: Tensor, own: Tensor | None, target: Tensor, op: str, first: bool
     ) -> tuple[Handle, Tensor | None]:
-        return self._comm.all_reduce(slot, slot, op=op), slot
-
-    def reduce_in_place(self, bucket: Bucket, op: str) -> Handle:
-        return self._comm.all_reduce(bucket.sum, bucket.sum, op=op)
+        return self._reduce(bucket, slot, slot, op), slot
