@@ -21,7 +21,7 @@ from sherd.engine.gradients.gradient import Window
 from sherd.engine.optimizer.elementwise import own_collective, why_not_elementwise
 from sherd.engine.optimizer.shard import OptimizerShard
 from sherd.engine.optimizer.whole import WholeOptimizer
-from sherd.engine.parameters.flat_stores import PrivateStore, ReplicaStore
+from sherd.engine.parameters.flat_stores import PrivateStore
 from sherd.engine.parameters.gathered.host_store import HostGatheredStore
 from sherd.engine.parameters.gathered.store import GatheredStore
 from sherd.engine.parameters.host_store import HostStore
@@ -35,7 +35,7 @@ from sherd.patches import backward
 log = logging.getLogger("sherd")
 
 _STORES: dict[Parameters, type[ParameterStore]] = {
-    Parameters.REPLICAS: ReplicaStore,
+    Parameters.REPLICAS: PrivateStore,
     Parameters.PRIVATE: PrivateStore,
     Parameters.GATHERED: GatheredStore,
     Parameters.GATHERED_BY_HOST: HostGatheredStore,
@@ -100,7 +100,7 @@ def assemble(
     parts = Parts(
         mesh=mesh,
         buckets=buckets,
-        store=_STORES[choices.parameters](mesh, inventory, buckets),
+        store=_STORES[choices.parameters](mesh, inventory, buckets, _owner(comm, choices)),
         exchange=_EXCHANGES[choices.gradients](comm, numel, inventory.device),
         access=_access(comm, choices),
         window=Window(options.accumulate),
@@ -113,6 +113,11 @@ def assemble(
     return engine
 
 
+def _owner(comm: Communicator, choices: Choices) -> int | None:
+    """Whose slices this rank updates; None if it updates everything."""
+    return None if choices.parameters is Parameters.REPLICAS else comm.rank
+
+
 def _access(comm: Communicator, choices: Choices) -> GradAccess:
     return WholeAccess() if choices.gradients is Gradients.REPLICAS else ShardedAccess(comm)
 
@@ -120,5 +125,5 @@ def _access(comm: Communicator, choices: Choices) -> GradAccess:
 def _updater(optimizer: Optimizer, choices: Choices, engine: Engine) -> WholeOptimizer | OptimizerShard:
     """Who updates what this rank is to update."""
     if choices.parameters is Parameters.REPLICAS:
-        return WholeOptimizer(optimizer)
+        return WholeOptimizer(optimizer, engine.buckets)
     return OptimizerShard(optimizer, engine.buckets, engine.comm.rank, known=engine.inventory.parameters)
