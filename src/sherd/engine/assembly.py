@@ -19,7 +19,7 @@ from sherd.engine.gradients.gradient import Window
 from sherd.engine.optimizer.elementwise import own_collective, why_not_elementwise
 from sherd.engine.optimizer.shard import OptimizerShard
 from sherd.engine.optimizer.whole import WholeOptimizer
-from sherd.engine.parameters.flat_stores import PrivateStore, ReplicaStore
+from sherd.engine.parameters.flat_stores import PrivateStore
 from sherd.engine.parameters.gathered.host_store import HostGatheredStore
 from sherd.engine.parameters.gathered.store import GatheredStore
 from sherd.engine.parameters.host_store import HostStore
@@ -92,6 +92,7 @@ def assemble(
     buckets = BucketList.pack(inventory.members, comm.world, comm.tree.group, numel)
     for bucket in buckets.every:
         bucket.comm = comm
+    owner = None if policy.owns is Owns.EVERYTHING else comm.rank  # whose slices this rank updates
     mesh = Mesh.cut(comm, policy.shard_over or comm.world)
     undo.callback(mesh.close)
     undo.callback(tensors_as_they_are((*inventory.parameters, *inventory.buffers)))
@@ -99,9 +100,9 @@ def assemble(
         mesh=mesh,
         buckets=buckets,
         policy=policy,
-        store=_store(policy)(mesh, inventory, buckets),
+        store=_STORES[policy.home](mesh, inventory, buckets, owner),
         exchange=_EXCHANGES[policy.keeps, policy.owns](comm, numel, inventory.device, policy.reduce),
-        access=WholeAccess() if policy.owns is Owns.EVERYTHING else ShardedAccess(comm),
+        access=WholeAccess() if owner is None else ShardedAccess(comm),
         window=Window(options.accumulate),
         adds_up_here=policy.accumulate_at is AccumulateAt.RANK,
     )
@@ -112,14 +113,8 @@ def assemble(
     return engine
 
 
-def _store(policy: ExchangePolicy) -> type[ParameterStore]:
-    if policy.home is Home.PRIVATE and policy.owns is Owns.EVERYTHING:
-        return ReplicaStore
-    return _STORES[policy.home]
-
-
 def _updater(optimizer: Optimizer, policy: ExchangePolicy, engine: Engine) -> WholeOptimizer | OptimizerShard:
     """Who updates what this rank is to update."""
     if policy.owns is Owns.EVERYTHING:
-        return WholeOptimizer(optimizer)
+        return WholeOptimizer(optimizer, engine.buckets)
     return OptimizerShard(optimizer, engine.buckets, engine.comm.rank, known=engine.inventory.parameters)

@@ -108,11 +108,13 @@ class ExchangePolicy:
         return bucket.comm.all_reduce(source, target, op=op)
 
     def before_update(self, s: StepContext) -> None:
-        """Called when the gradient is ready and nothing has changed yet."""
+        """The gradient is ready, and nothing has changed yet."""
+        s.store.acquire(s.buckets)
 
     def update(self, s: StepContext, closure: Any = None) -> Any:
         """Step the optimizer; `closure` evaluates the loss again, for optimizers that search."""
         return s.shard.step() if closure is None else s.shard.step(closure)
 
     def after_update(self, s: StepContext) -> None:
-        """Called when this rank has updated what it owns."""
+        """This rank has updated what it owns; where it owns a slice, the store makes all slices visible."""
+        s.store.publish(s.buckets)

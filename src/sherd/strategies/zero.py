@@ -10,7 +10,7 @@ from torch import Tensor
 from sherd.comm import Communicator, Handle
 from sherd.config import at_least, one_of, refuse
 from sherd.engine.buckets.bucket import Bucket
-from sherd.engine.policy import AccumulateAt, ExchangePolicy, Home, Keeps, Owns, StepContext
+from sherd.engine.policy import AccumulateAt, ExchangePolicy, Home, Keeps, Owns
 from sherd.strategies.base import Strategy
 from sherd.strategies.registry import register
 
@@ -28,12 +28,6 @@ class Sharded(ExchangePolicy):
 
     def reduce(self, bucket: Bucket, source: Tensor, target: Tensor, op: str, own: Tensor | None = None) -> Handle:
         return bucket.comm.reduce_scatter(source, target, op=op, own=own)
-
-    def before_update(self, s: StepContext) -> None:
-        s.store.acquire(s.buckets)
-
-    def after_update(self, s: StepContext) -> None:
-        s.store.publish(s.buckets)
 
 
 @dataclass(frozen=True, kw_only=True)

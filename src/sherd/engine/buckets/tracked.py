@@ -84,6 +84,19 @@ class TrackedParameter:
         """Its part of a tensor that is as long as its bucket."""
         return self.entry.shaped(whole[self.offset : self.offset + self.entry.numel])
 
+    @property
+    def moved_home(self) -> bool:
+        """Whether its home is no longer where updates are made: share_memory() moves the memory below a tensor."""
+        return self.home.data_ptr() != self.original.data_ptr()
+
+    def settle(self) -> None:
+        """Bring home what an optimizer has made of the parameter itself."""
+        if not self.parameter.is_set_to(self.home):
+            self.home.copy_(self.parameter.detach())
+            self.parameter.data = self.home
+        if self.moved_home:
+            self.original.copy_(self.home)
+
     def forget(self) -> None:
         """Drop the gradient."""
         self.used = self.used_here = self.filled = False

@@ -18,9 +18,10 @@ from sherd.engine.optimizer.shard import step_unhooked
 class WholeOptimizer:
     """The user's optimizer updates every parameter on every rank, from `p.grad`."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, buckets: BucketList) -> None:
         self._optimizer = optimizer
         self._kind = type(optimizer)
+        self._buckets = buckets
         self.takes_closure = why_not_elementwise(optimizer) is not None
         """Whether `step` may call the closure more than once, as LBFGS does."""
         closure = inspect.signature(self._kind.step).parameters.get("closure")
@@ -29,9 +30,13 @@ class WholeOptimizer:
 
     def follow(self, buckets: BucketList) -> None:
         """More is trained from now on: torch's own step finds its gradients."""
+        self._buckets = buckets
 
     def step(self, closure: Any = None) -> Any:
-        return step_unhooked(self._optimizer, self._kind, *(() if closure is None else (closure,)))
+        loss = step_unhooked(self._optimizer, self._kind, *(() if closure is None else (closure,)))
+        for member in self._buckets.parameters:
+            member.settle()  # p.data = p.data - ...
+        return loss
 
     def whole_state(self, comm: Communicator) -> dict[Any, Any]:
         return dict(self._optimizer.state)

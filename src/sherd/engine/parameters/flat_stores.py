@@ -1,4 +1,4 @@
-"""Stores in which every rank has all parameters: each in its own memory, or flat, bucket after bucket."""
+"""Stores in which every rank has all parameters, flat, bucket after bucket."""
 
 from __future__ import annotations
 
@@ -17,44 +17,6 @@ from sherd.engine.parameters.store import Members, ParameterStore
 from sherd.layout.entry import dtype_of
 
 
-class ReplicaStore(ParameterStore):
-    """Every rank has all parameters, each in its own memory, and updates all of them itself."""
-
-    owns_memory = False
-    updates_slices = False
-
-    def _make_room(self, buckets: Sequence[Bucket]) -> None:
-        self._before: dict[TrackedParameter, Tensor] = {}
-        self._settle(self._members)
-
-    def take_over(self) -> None:
-        self.from_leader(member.parameter for member in self._members)
-
-    def _settle(self, members: Iterable[TrackedParameter]) -> None:
-        for member in members:
-            member.parameter.data = member.entry.settled(member.parameter.detach())
-
-    def edited(self, suspects: Iterable[TrackedParameter]) -> set[TrackedParameter]:
-        suspects = set(suspects)
-        self._settle(suspects)  # `p.data = x` may have moved them
-        return suspects
-
-    def lend(self, members: Members) -> None:
-        self._before.update({member: member.parameter.detach().clone() for member in members})
-
-    def take_back(self, members: Iterable[TrackedParameter]) -> None:
-        for member in members:
-            member.parameter.detach().copy_(self._before.pop(member))
-
-    def write(self, members: Members) -> None:
-        super().write(members)
-        for member in members:
-            self._before.pop(member, None)
-
-    def _publish(self, buckets: Sequence[Bucket]) -> None:
-        pass
-
-
 class FlatStore(ParameterStore):
     """Buckets of parameters laid end to end, one allocation per dtype."""
 
@@ -63,7 +25,8 @@ class FlatStore(ParameterStore):
         sizes = numel_by_dtype(described, lambda each: each.numel)
         self._flats = {dtype: self._allocate(size, dtype_of(dtype)) for dtype, size in sizes.items()}
         for bucket, whole in zip(buckets, carve(self._flats, described, lambda each: each.numel), strict=True):
-            bucket.values = Values(whole, whole.view(self._comm.world, -1)[self._comm.rank])
+            owned = whole if self._owner is None else whole.view(self._comm.world, -1)[self._owner]
+            bucket.values = Values(whole, owned)
             for member in bucket.members:
                 member.original = member.home = home_in(whole, member)
 
@@ -110,10 +73,42 @@ class FlatStore(ParameterStore):
 
 
 class PrivateStore(FlatStore):
-    """Every rank has a copy of all parameters; owners' updates are gathered."""
+    """Every rank has a copy of all parameters. It updates all of them, or owners update slices, which are gathered."""
+
+    @property
+    def owns_memory(self) -> bool:  # type: ignore[override]
+        return self.updates_slices
+
+    def _make_room(self, buckets: Sequence[Bucket]) -> None:
+        super()._make_room(buckets)
+        self._outside: set[TrackedParameter] = set()  # their homes were moved by share_memory()
+        if self._owner is None:
+            for member in self._members:
+                member.original = member.shaped_in(member.bucket.values.whole)
+
+    def acquire(self, buckets: Sequence[Bucket]) -> None:
+        super().acquire(buckets)
+        for member in self._outside:
+            member.original.copy_(member.home)
+
+    def edited(self, suspects: Iterable[TrackedParameter]) -> set[TrackedParameter]:
+        suspects = super().edited(suspects)
+        if self._owner is None:
+            self._outside.update(member for member in suspects if member.moved_home)
+        return suspects
+
+    def write(self, members: Members) -> None:
+        super().write(members)
+        self._send_outside()
+
+    def _send_outside(self) -> None:
+        for member in self._outside:
+            member.home.copy_(member.original)
 
     def _publish(self, buckets: Sequence[Bucket]) -> None:
-        if self._mesh.groups > 1:
+        if self._owner is None:
+            self._send_outside()
+        elif self._mesh.groups > 1:
             self._publish_by_rows(buckets)
         else:
             values = [bucket.values for bucket in buckets]

@@ -45,14 +45,15 @@ class ParameterStore(ABC):
     """Whether `edited` finds edits even without `suspects`."""
     owns_memory = True
     """Whether parameters live in the store's memory, and are put back there."""
-    updates_slices = True
-    """Whether a rank updates only what it owns, instead of everything."""
 
-    def __init__(self, mesh: Mesh, inventory: Inventory, buckets: BucketList) -> None:
+    def __init__(self, mesh: Mesh, inventory: Inventory, buckets: BucketList, owner: int | None) -> None:
         self._mesh = mesh
         self._comm = mesh.everyone
         self._members = inventory.members
         self._device = inventory.device
+        self._owner = owner
+        self.updates_slices = owner is not None
+        """Whether a rank updates only the slices of this owner, instead of everything."""
         self.state = Holding.HELD
         self._make_room(buckets.every)
 
