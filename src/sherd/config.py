@@ -158,8 +158,10 @@ class StepOptions(Options):
     clip_norm: float | None = None
     """Scale the gradient of every step so that its 2-norm is at most this."""
 
-    nonfinite: str = "skip"
-    """What to do about NaN or infinite gradients: "skip" the step on every rank, "raise", or "allow" them."""
+    nonfinite: str | None = None
+    """What to do about NaN or infinite gradients: "skip" the step on every rank, "raise", or "allow" them. By default
+    they are skipped where gradients are summed over the ranks, because those of one rank would reach all others, and
+    allowed, as in plain torch, in a world of one."""
 
     loss_reduction: str = "mean"
     """Whether the loss is the "mean" over its batch, so that gradients are averaged, or the "sum": they are added."""
@@ -180,7 +182,8 @@ class StepOptions(Options):
         if self.accumulate_at is not None:
             one_of(self, "accumulate_at", ("rank", "owner"))
         positive(self, "clip_norm")
-        one_of(self, "nonfinite", ("skip", "raise", "allow"))
+        if self.nonfinite is not None:
+            one_of(self, "nonfinite", ("skip", "raise", "allow"))
         one_of(self, "loss_reduction", ("mean", "sum"))
         one_of(self, "sync_buffers", ("mean", "leader", "none"))
         at_least(self, "bucket_bytes", 1024)

@@ -54,7 +54,7 @@ def distribute(
     accumulate: int = 1,
     accumulate_at: AccumulateAt | None = None,
     clip_norm: float | None = None,
-    nonfinite: NonFinite = "skip",
+    nonfinite: NonFinite | None = None,
     loss_reduction: LossReduction = "mean",
     sync_buffers: SyncBuffers = "mean",
     bucket_bytes: int | None = None,
@@ -81,7 +81,7 @@ def distribute(
     How ranks share the work:
     strategy: "ddp" replicates everything; "zero1" shards the optimizer state over the ranks, "zero2" the gradients too,
         "zero3" the parameters too. Or an object with options, such as `sherd.ZeRO(stage=2, ...)`. All of them give the
-        same weights. Default: the one in `sherd run --strategy`, else "zero2".
+        same weights. "local" exchanges nothing, to measure what communication costs. Default: the one in `sherd run --strategy`, else "zero2".
     comm: `sherd.CommOptions(...)` for the communicator between the ranks, such as `timeout` and `transport`, or an
         existing communicator. Default: the fastest transport that works for these ranks.
 
@@ -94,7 +94,7 @@ def distribute(
     clip_norm: scale the gradient of every step so that its 2-norm over all parameters is at most this. Default: None,
         no clipping.
     nonfinite: what to do about NaN or infinite gradients: "skip" the step on every rank, "raise" an error, or "allow"
-        them. Default: "skip".
+        them. Default: "skip" where gradients are summed over ranks; "allow", as in plain torch, in a world of one.
     loss_reduction: whether the loss is the "mean" over its batch, so that gradients are averaged over the ranks, or the
         "sum", so that they are added. Default: "mean".
     sync_buffers: how buffers that changed, such as the running statistics of batch norm, are synchronised at each step:

@@ -20,6 +20,7 @@ from sherd.engine.consistency.settings import compare_optimizers
 from sherd.engine.policy import ExchangePolicy
 from sherd.errors import ConfigError, Diverged
 from sherd.strategies import Strategy
+from sherd.strategies.local import Alone
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Plan:
         for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
             refuse_strangers(group["params"], inventory.parameters, f"the optimizer's group {index}")
         policy = strategy.policy(comm, inventory.device)
+        if comm.world == 1:
+            policy = Alone()  # there is nobody to exchange anything with
         settle(policy, options)
         if optimizer is not None:
             check_optimizer(optimizer, policy, strategy.name)

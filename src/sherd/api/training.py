@@ -104,7 +104,7 @@ class Training:
                         )
                     if loss is not None or updater.needs_closure:
                         with labelled(f"the loss of step {engine.steps}"):
-                            loss = loss_of_all(engine.comm, weights, loss, name)
+                            loss = loss_of_all(engine.together, weights, loss, name)
                     weights.pending = None
                     update.begun = True
                     return loss

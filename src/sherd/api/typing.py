@@ -14,7 +14,7 @@ from sherd.comm import Communicator
 from sherd.config import CommOptions
 from sherd.strategies import Strategy
 
-StrategyName: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3"]
+StrategyName: TypeAlias = Literal["ddp", "local", "zero1", "zero2", "zero3"]
 AccumulateAt: TypeAlias = Literal["rank", "owner"]
 NonFinite: TypeAlias = Literal["skip", "raise", "allow"]
 LossReduction: TypeAlias = Literal["mean", "sum"]
@@ -33,7 +33,7 @@ class DistributeOptions(TypedDict, total=False):
     accumulate: int
     accumulate_at: AccumulateAt | None
     clip_norm: float | None
-    nonfinite: NonFinite
+    nonfinite: NonFinite | None
     loss_reduction: LossReduction
     sync_buffers: SyncBuffers
     bucket_bytes: int | None

@@ -88,7 +88,7 @@ def assemble(
     `undo` gets what puts the model back as it was, in case `distribute` fails later.
     """
     entries = [member.entry for member in inventory.members]
-    numel = bucket_numel(entries, options.bucket_bytes, crosses=comm.tree.group < comm.world)
+    numel = bucket_numel(entries, options.bucket_bytes or policy.bucket_bytes, crosses=comm.tree.group < comm.world)
     buckets = BucketList.pack(inventory.members, comm.world, comm.tree.group, numel)
     for bucket in buckets.every:
         bucket.comm = comm

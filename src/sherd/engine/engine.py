@@ -18,9 +18,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from sherd import observe
-from sherd.comm import Communicator, labelled
+from sherd.comm import Communicator, SoloCommunicator, labelled
 from sherd.config import StepOptions
 from sherd.engine.buckets.bucket import Bucket, Local
 from sherd.engine.buckets.bucket_list import BucketList
@@ -35,6 +36,7 @@ from sherd.engine.consistency.unchanged import Unchanged
 from sherd.engine.gradients import round
 from sherd.engine.gradients.access import GradAccess
 from sherd.engine.gradients.gradient import Gradient, LossWeights, Window
+from sherd.engine.gradients.own import OwnGradients
 from sherd.engine.gradients.round import Round
 from sherd.engine.modules.buffers import BufferSync
 from sherd.engine.optimizer.shard import OptimizerShard
@@ -116,6 +118,10 @@ class Engine:
         self.buckets = parts.buckets
         self.weights = LossWeights(options.loss_reduction, options.accumulate)
         self.gradient = Gradient(self.weights)
+        self.own = OwnGradients(self.weights, parts.window)
+        self.alone = SoloCommunicator(comm.options)
+        self.measures = False
+        """Whether norms are wanted even where nothing is clipped or checked."""
         self.reductions = Reductions(comm, parts.exchange, inventory.device)
         self.round = Round(comm.rank, self.reductions)
         self.unchanged = Unchanged(comm, inventory, parts.store, checksums=options.check == "edits")
@@ -134,7 +140,10 @@ class Engine:
         # Where ranks do not each have a copy, they compare what was edited before every update.
         self._looks_in_backward = not parts.store.compares_edits
         self._learned = False  # whether the launch order is that of rank 0's gradients
-        self._train(self.buckets.parameters)
+        self._hooks: list[RemovableHandle] = []
+        self.sums = False
+        """Whether the current gradient is summed over the ranks."""
+        self._follow_policy()
 
     def move(self, to: State) -> None:
         """Become `to`."""
@@ -152,6 +161,21 @@ class Engine:
         backward.listen(self)
 
     @property
+    def calls(self) -> int:
+        """How many real `step()` calls there were, skipped ones included."""
+        return self.steps + self.skipped
+
+    @property
+    def together(self) -> Communicator:
+        """The ranks that decide together about this step's gradient."""
+        return self.comm if self.sums else self.alone
+
+    @property
+    def meets(self) -> bool:
+        """Whether anything in this step is collective."""
+        return self.sums or self.policy.exchanges(self.calls)
+
+    @property
     def layout(self) -> ShardLayout:
         """The layout of the parameters that are trained."""
         return self.buckets.layout
@@ -163,6 +187,10 @@ class Engine:
         if self.round.state is round.State.FAILED:
             return  # other models of this process may go on
         self._unfreeze_if_asked()
+        self._follow_policy()
+        if not self.sums:
+            self.own.begin(self.buckets)
+            return
         self.access.hide(self.buckets, self.window.whole)  # autograd must find nothing to add to
         if not self.window.open and not any(member.used or member.used_here for member in self.buckets.parameters):
             self.gradient.restart(self.buckets)  # the program dropped all of it: model.zero_grad()
@@ -205,6 +233,9 @@ class Engine:
 
     def end_round(self) -> None:
         """It is over; every gradient hook has been called."""
+        if not self.sums:
+            self.own.end()
+            return
         if self.round.state is round.State.COLLECTING:
             if self._reduces:
                 self._flush()
@@ -215,6 +246,9 @@ class Engine:
 
     def abandon_round(self, error: BaseException) -> None:
         """It failed."""
+        if not self.sums:
+            self.own.abandon()
+            return
         self.round.fail(error)
         self._show()
 
@@ -268,6 +302,10 @@ class Engine:
 
     def settle(self) -> None:
         """Make the gradient whole: nothing is local any more, nothing under way, and weights are divided out."""
+        if not self.sums:
+            self._refuse_pointless()
+            self.own.divide(self.buckets)
+            return
         self.round.refuse_failed()
         self.access.collect(self.buckets)
         if not self.gradient.backwards:
@@ -287,13 +325,18 @@ class Engine:
                     self.comm, self.buckets, self.access.seen, self.access.assigned, self.steps
                 )
             self.access.seen, self.access.assigned = 0, []
+        self._refuse_pointless()
+        self.gradient.divide(self.buckets)
+
+    def _refuse_pointless(self) -> None:
         if self.weights.pointless:
             raise ConfigError("every weight of this step was 0, so its gradient has no mean; skip the step")
-        self.gradient.divide(self.buckets)
 
     def clip(self, max_norm: float) -> float:
         """Scale the gradient so that its 2-norm is at most `max_norm`; the norm it had. Collective."""
         self.settle()
+        if not self.sums:
+            return self.own.clip(self.buckets, max_norm)
         with labelled(f"the gradient norm of step {self.steps}"):
             return self.gradient.clip(self.buckets, max_norm, self.comm, self.access.suspects(self.buckets))
 
@@ -303,6 +346,9 @@ class Engine:
         With `keep_zeros` it becomes zero instead, so that parameters without a new one are updated all the same.
         """
         if self.window.open:
+            return
+        if not self.sums:
+            self.own.forget(self.buckets, keep_zeros)
             return
         self.weights.forget()
         if keep_zeros:
@@ -336,22 +382,36 @@ class Engine:
             return False
         self.unchanged.check_kinds()  # first: gradients would have to fit too
         self.settle()
-        self.buffers.sync(self.steps)
-        if not self.gradient.finite and self._options.nonfinite != "allow":
+        if self.policy.exchanges(self.calls):
+            self.buffers.sync(self.steps)
+        if not self._finite() and self._options.nonfinite != "allow":
             self._skip()
             return False
         if self._options.clip_norm is not None:
             self.clip(self._options.clip_norm)
         return True
 
+    def _finite(self) -> bool:
+        """Whether the gradient is finite, where that is to be known: without a sum, nobody else would suffer."""
+        if self.sums:
+            return self.gradient.finite
+        asked = self._options.nonfinite is not None
+        if asked or self.measures:
+            self.own.measure(self.buckets)
+        return self.own.finite or not asked
+
     @contextmanager
     def updating(self) -> Iterator[Update]:
         """Parameters may be updated by their owners inside."""
         self.unchanged.check()
         with labelled(f"step {self.steps}"):
-            if self.unchanged.compares:  # this also waits until no rank reads what is about to be updated
+            if (
+                self.unchanged.compares and self.meets
+            ):  # this also waits until no rank reads what is about to be updated
                 self.unchanged.compare_if_any(f"before the update of step {self.steps}")
-            s = StepContext(self.steps, self.comm, self.buckets.buckets, self.store, self.updater)
+            s = StepContext(self.calls, self.comm, self.buckets.buckets, self.store, self.updater)
+            if not self.sums:
+                self.own.fill(self.buckets)
             self.policy.before_update(s)
             self.move(State.UPDATING)
             update = Update(partial(self.policy.update, s))
@@ -406,12 +466,24 @@ class Engine:
         if not found or self.comm.closed:  # this backward may be that of another model
             return
         members = [member for member in self.inventory.members if member in found]
-        compare_unfrozen(self.comm, members, self.steps)
+        if self.sums:
+            compare_unfrozen(self.comm, members, self.steps)
         self.buckets = self.buckets.unfrozen(members)
-        self._train(members)
+        if self._hooks:
+            self._train(members)
         self._learned = False
         if self.updater is not None:
             self.updater.follow(self.buckets)
+
+    def _follow_policy(self) -> None:
+        """Take gradients from autograd if they are summed in this step, else leave them in `p.grad`."""
+        self.sums = self.policy.sums(self.calls)
+        if self.sums and not self._hooks:
+            self._train(self.buckets.parameters)
+        elif self._hooks and not self.sums:
+            for handle in self._hooks:
+                handle.remove()
+            self._hooks = []
 
     def _train(self, members: Iterable[TrackedParameter]) -> None:
         """Make room for the gradients of these parameters, and take them from autograd."""
@@ -420,10 +492,9 @@ class Engine:
         self.exchange.take([bucket for bucket in self.buckets.buckets if bucket in theirs])
         self.reductions.fit(self.buckets.buckets)
         self.access.follow(members)
-        for member in members:
-            round.hook(member, self.comm.rank, self.arrive)
+        self._hooks += [round.hook(member, self.comm.rank, self.arrive) for member in members]
 
     def gradient_bytes(self) -> dict[str, int]:
         """What this rank allocated for gradients, by kind."""
         more = sum(bucket.more_bytes for bucket in self.buckets.buckets)
-        return {"gradients": self.exchange.nbytes + more, "buckets": self.reductions.ring.nbytes}
+        return {"gradients": self.exchange.nbytes + self.own.nbytes + more, "buckets": self.reductions.ring.nbytes}

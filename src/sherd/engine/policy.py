@@ -70,7 +70,7 @@ class StepContext:
     """One update."""
 
     step: int
-    """the number of real steps before it"""
+    """the number of real `step()` calls before it, skipped ones included"""
     comm: Communicator
     buckets: Sequence[Bucket]
     """what is updated: `bucket.values` has the parameters, `bucket.owned_sum` the gradient"""
@@ -91,6 +91,8 @@ class ExchangePolicy:
     accumulate_at = AccumulateAt.RANK
     shard_over: int | None = None
     """how many ranks make a group that shards one copy of the parameters; None: all"""
+    bucket_bytes: int | None = None
+    """the size of a bucket, unless the user says; None: as fits the model"""
 
     def sums(self, step: int) -> bool:
         """Whether gradients are summed over the ranks."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from sherd.strategies.base import Strategy
 from sherd.strategies.ddp import DDP
+from sherd.strategies.local import Local
 from sherd.strategies.registry import chosen, default, names, register, resolve
 from sherd.strategies.zero import ZeRO
 
-__all__ = ["DDP", "Strategy", "ZeRO", "chosen", "default", "names", "register", "resolve"]
+__all__ = ["DDP", "Local", "Strategy", "ZeRO", "chosen", "default", "names", "register", "resolve"]

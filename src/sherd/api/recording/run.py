@@ -46,6 +46,7 @@ def record(plan: Plan, comm: Communicator) -> None:
     observe.start_run(**_beginning(plan, comm), **number)
     if plan.optimizer is not None:
         training = training_of(plan.optimizer)
+        training.engine.measures = True
         training.recorder = StepRecorder(training, plan.optimizer, run.optimizers, run)
         run.optimizers += 1
     run.end_step()

@@ -90,6 +90,8 @@ class Bucket:
         """The factor by which the sum was multiplied since its norms were taken."""
         self.edited = False
         """Whether the sum was changed through `p.grad` and not measured since."""
+        self.own: Tensor | None = None
+        """This rank's own gradient, where it is not summed."""
         self._begun = False  # whether memory was chosen for the current gradient
         self._pieces: list[tuple[Piece, list[list[tuple[TrackedParameter | None, int, int]]]]] = []
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from sherd.comm import labelled
 from sherd.engine.buckets.bucket import Bucket
@@ -185,7 +186,7 @@ def refuse_other_hooks(parameters: Iterable[TrackedParameter], rank: int) -> Non
             )
 
 
-def hook(member: TrackedParameter, rank: int, arrive: Callable[[TrackedParameter, Tensor], None]) -> None:
+def hook(member: TrackedParameter, rank: int, arrive: Callable[[TrackedParameter, Tensor], None]) -> RemovableHandle:
     """Call `arrive` with each gradient that autograd computes for a parameter, taken out of `p.grad`.
 
     `arrive` is a method, kept by a weak reference: the garbage collector does not see cycles through torch's hooks.
@@ -214,4 +215,5 @@ def hook(member: TrackedParameter, rank: int, arrive: Callable[[TrackedParameter
             gradient = gradient.to_dense()
         arrived(known, gradient)
 
-    member.parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+    handle: RemovableHandle = member.parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+    return handle

@@ -1,0 +1,199 @@
+"""Gradients that stay on their rank: autograd leaves them in `p.grad`, and the optimizer steps from there.
+
+For steps whose gradients are not summed: all steps of a world of one, and those of a strategy that averages parameters
+instead. There are no hooks, and nothing is collective. An update reads small gradients from flat memory, into which
+they are copied together; a gradient that has a bucket to itself is read where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from sherd.data import batch_weight
+from sherd.engine.buckets.bucket import Bucket
+from sherd.engine.buckets.bucket_list import BucketList
+from sherd.engine.gradients.gradient import LossWeights, Window
+from sherd.engine.parameters.isolation import bypass_torch_function
+from sherd.layout.placement import BLOCK, padded
+
+
+class OwnGradients:
+    """What autograd adds up in `p.grad`, with the weights of its backwards."""
+
+    def __init__(self, weights: LossWeights, window: Window) -> None:
+        self._weights = weights
+        self._window = window
+        self._aside: list[tuple[nn.Parameter, Tensor | None]] | None = None
+        self._flat: dict[Bucket, tuple[Tensor, list[Tensor]]] = {}
+        self._order: tuple[BucketList, Tensor] | None = None
+        self.finite = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the flat memory that gradients are copied into."""
+        return sum(flat.nbytes for flat, _ in self._flat.values())
+
+    # ---------------------------------------------------------------- a backward
+
+    def begin(self, buckets: BucketList) -> None:
+        """A backward begins. Where it has a weight of its own, it starts from nothing and is added at the end."""
+        weights = self._weights
+        plain = weights.pending is None and not weights.weighed and self._window.length == 1
+        if plain and batch_weight.current() == 1.0:
+            return
+        with bypass_torch_function():
+            self._aside = [(member.parameter, member.parameter.grad) for member in buckets.parameters]
+            for parameter, _ in self._aside:
+                parameter.grad = None
+
+    def end(self) -> None:
+        """It is over: multiply what it made by its weight, and add it to what was there."""
+        aside, self._aside = self._aside, None
+        if aside is None:
+            return
+        with bypass_torch_function():
+            made = [parameter.grad for parameter, _ in aside if parameter.grad is not None]
+            if made:  # else it was another model's
+                self._scale([before for _, before in aside if before is not None], self._weights.undivide())
+                self._window.backward()
+                factor = self._weights.enter()
+                self._scale(made, factor)
+                self._weights.agreed(self._weights.local, float(bool(self._weights.weighed)), 1)
+            for parameter, before in aside:
+                if before is not None and parameter.grad is not None:
+                    parameter.grad = (
+                        before.add_(parameter.grad) if not before.requires_grad else before + parameter.grad
+                    )
+                elif before is not None:
+                    parameter.grad = before
+
+    def abandon(self) -> None:
+        """It failed: what it made is dropped."""
+        aside, self._aside = self._aside, None
+        for parameter, before in aside or ():
+            parameter.grad = before
+
+    # ---------------------------------------------------------------- between backward and step
+
+    def divide(self, buckets: BucketList) -> None:
+        """Turn a weighted sum into a weighted mean."""
+        divisor = self._weights.divisor()
+        if divisor != 1.0:
+            self._scale(_grads(buckets), 1.0 / divisor)
+
+    def forget(self, buckets: BucketList, keep_zeros: bool) -> None:
+        """Drop the gradients, or set them to zero."""
+        self._weights.forget()
+        with bypass_torch_function():
+            for member in buckets.parameters:
+                gradient = member.parameter.grad
+                if gradient is not None:
+                    member.parameter.grad = torch.zeros_like(gradient) if keep_zeros else None
+
+    def fill(self, buckets: BucketList) -> None:
+        """Give every bucket the gradient that an update reads, and note which parameters have one."""
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        with bypass_torch_function(), torch.no_grad():
+            for bucket in buckets.buckets:
+                for member in bucket.members:
+                    member.used = member.parameter.grad is not None
+                if len(bucket.members) == 1:
+                    gradient = bucket.members[0].parameter.grad
+                    bucket.own = None if gradient is None else bucket.members[0].entry.flattened(_dense(gradient))
+                    continue
+                bucket.own, views = self._flat_of(bucket)
+                for member, view in zip(bucket.members, views, strict=True):
+                    if member.used:
+                        targets.append(view)
+                        sources.append(_dense(member.parameter.grad))  # type: ignore[arg-type]
+            if targets:
+                torch._foreach_copy_(targets, sources)
+
+    def measure(self, buckets: BucketList) -> float:
+        """The 2-norm of the gradients of this rank, with the bits that the same sums have under every strategy."""
+        self.fill(buckets)
+        norms = [self._block_norms(bucket) for bucket in buckets.buckets]
+        for bucket, found in zip(buckets.buckets, norms, strict=True):
+            rows = bucket.norms.numel()
+            bucket.norms.copy_(found.view(-1, rows)[bucket.comm.rank] if rows else found)
+            bucket.scaled, bucket.edited = 1.0, False
+        if not norms:
+            return 0.0
+        squares = torch.cat(norms)[self._in_order(buckets)].square_()
+        total = float(squares.cumsum(0)[-1].sqrt()) if squares.numel() else 0.0
+        self.finite = bool(torch.isfinite(squares).all())
+        return total
+
+    def clip(self, buckets: BucketList, max_norm: float) -> float:
+        """Scale the gradients to a 2-norm of at most `max_norm`; return the norm before."""
+        norm = self.measure(buckets)
+        factor = max_norm / (norm + 1e-6)
+        if factor < 1.0:
+            self._scale(_grads(buckets), factor)
+        return norm
+
+    # ---------------------------------------------------------------- private
+
+    def _flat_of(self, bucket: Bucket) -> tuple[Tensor, list[Tensor]]:
+        if bucket not in self._flat:
+            device = bucket.members[0].parameter.device
+            flat = torch.zeros(bucket.described.numel, dtype=bucket.dtype, device=device)
+            self._flat[bucket] = flat, [member.shaped_in(flat) for member in bucket.members]
+        return self._flat[bucket]
+
+    def _block_norms(self, bucket: Bucket) -> Tensor:
+        """The norms of all blocks of a bucket, as `Bucket.measure` takes them."""
+        norms = torch.zeros(bucket.described.numel // BLOCK, dtype=torch.float64)
+        if bucket.own is None:
+            return norms
+        wide = torch.float32 if bucket.dtype in (torch.float16, torch.bfloat16) else None
+        if len(bucket.members) > 1:
+            for member, view in zip(bucket.members, self._flat[bucket][1], strict=True):
+                if not member.used:
+                    view.zero_()
+        flat = bucket.own.detach()
+        whole = flat.numel() // BLOCK
+        norms[:whole] = torch.linalg.vector_norm(flat[: whole * BLOCK].view(-1, BLOCK), dim=1, dtype=wide)
+        if whole * BLOCK < flat.numel():
+            tail = torch.nn.functional.pad(flat[whole * BLOCK :], (0, BLOCK - flat.numel() % BLOCK))
+            norms[whole] = torch.linalg.vector_norm(tail.view(1, BLOCK), dim=1, dtype=wide)[0]
+        return norms
+
+    def _in_order(self, buckets: BucketList) -> Tensor:
+        """The index of each block, parameter by parameter: the order in which every strategy adds them."""
+        if self._order is None or self._order[0] is not buckets:
+            starts, total = {}, 0
+            for bucket in buckets.buckets:
+                starts[bucket] = total
+                total += bucket.described.numel // BLOCK
+            firsts = [
+                (starts[m.bucket] + m.offset // BLOCK, padded(m.entry.numel) // BLOCK) for m in buckets.parameters
+            ]
+            indices = [torch.arange(first, first + blocks) for first, blocks in firsts]
+            self._order = buckets, torch.cat(indices) if indices else torch.zeros(0, dtype=torch.int64)
+        return self._order[1]
+
+    @staticmethod
+    def _scale(gradients: Iterable[Tensor], factor: float) -> None:
+        gradients = list(gradients)
+        if factor == 1.0 or not gradients:
+            return
+        with torch.no_grad():
+            if factor == 0.0:
+                torch._foreach_zero_(gradients)  # zero times NaN is NaN, and the loss of no tokens may well be NaN
+            else:
+                torch._foreach_mul_(gradients, factor)
+
+
+def _grads(buckets: BucketList) -> list[Tensor]:
+    with bypass_torch_function():
+        found = [member.parameter.grad for member in buckets.parameters]
+    return [gradient for gradient in found if gradient is not None]
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()

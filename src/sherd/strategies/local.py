@@ -1,0 +1,33 @@
+"""Every rank trains alone: nothing is exchanged. What every strategy comes down to in a world of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sherd.comm import Communicator
+from sherd.engine.policy import ExchangePolicy
+from sherd.strategies.base import Strategy
+from sherd.strategies.registry import register
+
+
+class Alone(ExchangePolicy):
+    """Gradients stay in `p.grad`, without hooks; nothing in a step is collective."""
+
+    bucket_bytes = 256 << 10  # what is copied together before an update; a larger gradient is read where it is
+
+    def sums(self, step: int) -> bool:
+        return False
+
+    def exchanges(self, step: int) -> bool:
+        return False
+
+
+@register("local", elsewhere=("single", "none", "no communication"))
+@dataclass(frozen=True, kw_only=True)
+class Local(Strategy):
+    """Ranks start from rank 0's values and do not communicate afterwards: to measure what communication costs."""
+
+    def policy(self, comm: Communicator, device: torch.device) -> ExchangePolicy:
+        return Alone()
