@@ -19,8 +19,7 @@ from sherd.engine.engine import Engine, Parts
 from sherd.engine.gradients.access import GradAccess, ShardedAccess, WholeAccess
 from sherd.engine.gradients.gradient import Window
 from sherd.engine.optimizer.elementwise import own_collective, why_not_elementwise
-from sherd.engine.optimizer.shard import OptimizerShard
-from sherd.engine.optimizer.whole import WholeOptimizer
+from sherd.engine.optimizer.unsplit import updater_for
 from sherd.engine.parameters.flat_stores import PrivateStore
 from sherd.engine.parameters.gathered.host_store import HostGatheredStore
 from sherd.engine.parameters.gathered.store import GatheredStore
@@ -93,7 +92,7 @@ def assemble(
     """
     entries = [member.entry for member in inventory.members]
     numel = bucket_numel(entries, options.bucket_bytes, crosses=comm.tree.group < comm.world)
-    buckets = BucketList.pack(inventory.members, comm.world, comm.tree.group, numel)
+    buckets = BucketList.pack(inventory.members, comm.world, comm.tree.group, numel, optimizer)
     mesh = Mesh.cut(comm, choices.shard_over)
     undo.callback(mesh.close)
     undo.callback(tensors_as_they_are((*inventory.parameters, *inventory.buffers)))
@@ -109,7 +108,7 @@ def assemble(
     engine = Engine(comm, inventory, options, optimizer, parts)
     undo.callback(backward.forget, engine)
     if optimizer is not None:
-        engine.updater = _updater(optimizer, choices, engine)
+        engine.updater = updater_for(optimizer, buckets, _owner(comm, choices), inventory.parameters)
     return engine
 
 
@@ -120,10 +119,3 @@ def _owner(comm: Communicator, choices: Choices) -> int | None:
 
 def _access(comm: Communicator, choices: Choices) -> GradAccess:
     return WholeAccess() if choices.gradients is Gradients.REPLICAS else ShardedAccess(comm)
-
-
-def _updater(optimizer: Optimizer, choices: Choices, engine: Engine) -> WholeOptimizer | OptimizerShard:
-    """Who updates what this rank is to update."""
-    if choices.parameters is Parameters.REPLICAS:
-        return WholeOptimizer(optimizer, engine.buckets)
-    return OptimizerShard(optimizer, engine.buckets, engine.comm.rank, known=engine.inventory.parameters)

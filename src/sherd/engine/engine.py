@@ -35,8 +35,7 @@ from sherd.engine.gradients.access import GradAccess
 from sherd.engine.gradients.gradient import Gradient, LossWeights, Window
 from sherd.engine.gradients.round import Round
 from sherd.engine.modules.buffers import BufferSync
-from sherd.engine.optimizer.shard import OptimizerShard
-from sherd.engine.optimizer.whole import WholeOptimizer
+from sherd.engine.optimizer.unsplit import Updater
 from sherd.engine.parameters.isolation import bypass_torch_function
 from sherd.engine.parameters.mesh import Mesh
 from sherd.engine.parameters.store import ParameterStore
@@ -90,7 +89,7 @@ class Update:
 class Engine:
     """Training of one model on one rank."""
 
-    updater: WholeOptimizer | OptimizerShard | None = None
+    updater: Updater | None = None
 
     def __init__(
         self,
