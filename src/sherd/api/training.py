@@ -16,8 +16,7 @@ from sherd.comm import labelled
 from sherd.engine.engine import Engine
 from sherd.engine.gradients.loss import loss_of_all
 from sherd.engine.optimizer.forecast import Forecast
-from sherd.engine.optimizer.shard import OptimizerShard
-from sherd.engine.optimizer.whole import WholeOptimizer
+from sherd.engine.optimizer.unsplit import Updater
 from sherd.errors import ConfigError, SherdError
 from sherd.strategies import Strategy
 
@@ -64,7 +63,7 @@ class Training:
 
     def _step(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         engine, updater = self.engine, self.updater
-        if closure is not None and isinstance(updater, WholeOptimizer) and updater.takes_closure:
+        if closure is not None and updater.takes_closure:
             return self._step_by_closure(optimizer, closure, updater)
         loss = None
         if closure is not None:
@@ -81,7 +80,7 @@ class Training:
         with self.engine.updating() as update:
             update.run()
 
-    def _step_by_closure(self, optimizer: Optimizer, closure: Closure, updater: WholeOptimizer) -> Any:
+    def _step_by_closure(self, optimizer: Optimizer, closure: Closure, updater: Updater) -> Any:
         """A step that may evaluate the loss several times, each time with the loss and gradient of all ranks."""
         engine, name = self.engine, type(optimizer).__name__
         if engine.window.length > 1:
@@ -134,7 +133,7 @@ class Training:
         """Inside, ranks gather what each has a part of. A rank that calls it alone gets an error instead of waiting."""
         note = f"Under {self.strategy.name} {what} is collective: call it on every rank, and save it on one"
         with labelled(f"{what} after step {self.engine.steps}", note):
-            if isinstance(self.engine.updater, OptimizerShard):
+            if self.updater.gathers_state:
                 with self.engine.comm.counters.agreeing():
                     # Or the call of a single rank might match another gather of the same form on the others.
                     self.engine.comm.agree(f"barrier({what})").wait()
@@ -150,7 +149,7 @@ class Training:
         refuse_strangers(parameters, self.engine.inventory.parameters, "the new parameter group")
 
     @property
-    def updater(self) -> WholeOptimizer | OptimizerShard:
+    def updater(self) -> Updater:
         """What updates the parameters."""
         if self.engine.updater is None:
             raise ConfigError("this model was distributed without an optimizer; pass it: distribute(model, optimizer)")

@@ -17,8 +17,7 @@ from sherd.engine.engine import Engine, Parts
 from sherd.engine.gradients.access import ShardedAccess, WholeAccess
 from sherd.engine.gradients.gradient import Window
 from sherd.engine.optimizer.elementwise import own_collective, why_not_elementwise
-from sherd.engine.optimizer.shard import OptimizerShard
-from sherd.engine.optimizer.whole import WholeOptimizer
+from sherd.engine.optimizer.unsplit import updater_for
 from sherd.engine.parameters.flat_stores import PrivateStore
 from sherd.engine.parameters.gathered.host_store import HostGatheredStore
 from sherd.engine.parameters.gathered.store import GatheredStore
@@ -89,7 +88,7 @@ def assemble(
     """
     entries = [member.entry for member in inventory.members]
     numel = bucket_numel(entries, options.bucket_bytes or policy.bucket_bytes, crosses=comm.tree.group < comm.world)
-    buckets = BucketList.pack(inventory.members, comm.world, comm.tree.group, numel)
+    buckets = BucketList.pack(inventory.members, comm.world, comm.tree.group, numel, optimizer)
     for bucket in buckets.every:
         bucket.comm = comm
     owner = None if policy.owns is Owns.EVERYTHING else comm.rank  # whose slices this rank updates
@@ -109,12 +108,5 @@ def assemble(
     engine = Engine(comm, inventory, options, optimizer, parts)
     undo.callback(backward.forget, engine)
     if optimizer is not None:
-        engine.updater = _updater(optimizer, policy, engine)
+        engine.updater = updater_for(optimizer, buckets, owner, inventory.parameters)
     return engine
-
-
-def _updater(optimizer: Optimizer, policy: ExchangePolicy, engine: Engine) -> WholeOptimizer | OptimizerShard:
-    """Who updates what this rank is to update."""
-    if policy.owns is Owns.EVERYTHING:
-        return WholeOptimizer(optimizer, engine.buckets)
-    return OptimizerShard(optimizer, engine.buckets, engine.comm.rank, known=engine.inventory.parameters)

@@ -39,8 +39,7 @@ from sherd.engine.gradients.gradient import Gradient, LossWeights, Window
 from sherd.engine.gradients.own import OwnGradients
 from sherd.engine.gradients.round import Round
 from sherd.engine.modules.buffers import BufferSync
-from sherd.engine.optimizer.shard import OptimizerShard
-from sherd.engine.optimizer.whole import WholeOptimizer
+from sherd.engine.optimizer.unsplit import Updater
 from sherd.engine.parameters.isolation import bypass_torch_function
 from sherd.engine.parameters.mesh import Mesh
 from sherd.engine.parameters.store import ParameterStore
@@ -97,7 +96,7 @@ class Update:
 class Engine:
     """Training of one model on one rank."""
 
-    updater: WholeOptimizer | OptimizerShard | None = None
+    updater: Updater | None = None
 
     def __init__(
         self,
@@ -426,6 +425,8 @@ class Engine:
                     self.torn.tear(self.steps, error)
                 raise
             self.move(State.READY)
+        if not self.sums:
+            self.own.let_go(self.buckets)
         self.unchanged.accept()
         self.steps += 1
 

@@ -96,6 +96,13 @@ class ShardLayout:
         buckets = tuple(_cut_bucket(index, entries, tree.world, chosen) for index, chosen in enumerate(packed))
         return cls(entries, tree.world, tree.group, buckets)
 
+    def sorted_by(self, keys: Sequence[int]) -> ShardLayout:
+        """The same buckets with their members sorted by `keys`, one per entry; equal ones stay in their order."""
+        packed = [Packed(tuple(sorted(each.members, key=keys.__getitem__)), each.holders) for each in self._packed]
+        if any(each.holders for each in packed):
+            raise ConfigError("members of a bucket of whole layers cannot be sorted: they have their own owners")
+        return self._cut(self.entries, self.tree, packed)
+
     def grown(self, entries: Iterable[Entry]) -> ShardLayout:
         """The same layout with more entries at the end, each in its own bucket."""
         entries = tuple(entries)

@@ -98,7 +98,7 @@ class Owners:
         for owner, buckets in enumerate(self.lists):
             for bucket, store, sum in zip(buckets.buckets, self.stores, self.sums, strict=True):
                 bucket.values = Values(store, store.chunk(world)[owner])
-                bucket.slice = sum.chunk(world)[owner]
+                bucket.owned_sum = sum.chunk(world)[owner]
         for value, there in zip(parameters, self._places(self.stores), strict=True):
             there.copy_(value.detach())
         self.shards = [self._shard(build(case, parameters), owner, chunk_numel, state) for owner in range(world)]

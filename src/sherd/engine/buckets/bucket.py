@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,6 +69,8 @@ class Bucket:
     comm: Communicator
     """The ranks that hold these parameters."""
     values: Values
+    owned_sum: Tensor
+    """What an update reads of the sum: as long as `values.owned`, or up to the last element of the last member."""
     norms: Tensor
     """Norms of the blocks of `slice`; a view into the table of all buckets."""
 
@@ -90,17 +92,16 @@ class Bucket:
         """The factor by which the sum was multiplied since its norms were taken."""
         self.edited = False
         """Whether the sum was changed through `p.grad` and not measured since."""
-        self.own: Tensor | None = None
-        """This rank's own gradient, where it is not summed."""
         self._begun = False  # whether memory was chosen for the current gradient
         self._pieces: list[tuple[Piece, list[list[tuple[TrackedParameter | None, int, int]]]]] = []
 
     def __repr__(self) -> str:
         return f"the bucket of {self.members[0].name!r}, {len(self.members)} parameters"
 
-    def segments(self, owner: int) -> Iterator[tuple[TrackedParameter, Segment]]:
-        """The part of the bucket that `owner` has, member by member."""
-        return ((self._by_entry[segment.entry], segment) for segment in self.described.segments(owner))
+    def segments(self, owner: int | None) -> Iterator[tuple[TrackedParameter, Segment]]:
+        """The part of the bucket that `owner` has, member by member; None has all of it."""
+        described = self.described if owner is not None else replace(self.described, world=1)
+        return ((self._by_entry[segment.entry], segment) for segment in described.segments(owner or 0))
 
     # ---------------------------------------------------------------- how its sum is kept
 
@@ -176,7 +177,7 @@ class Bucket:
 
     def _move_in(self) -> None:
         room = self._rooms.current
-        self.sum, self.slice = room.sum, room.slice
+        self.sum, self.slice, self.owned_sum = room.sum, room.slice, room.sum
         for member, view in zip(self.members, room.views, strict=False):
             member.local = view
 
@@ -284,6 +285,7 @@ class Bucket:
     def finish(self) -> None:
         """The reduction is done."""
         self.move(Sum.DONE)
+        self.owned_sum = self.sum
         self.measure()
 
     def measure(self) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from torch.optim import Optimizer
+
 from sherd.engine.buckets.bucket import Bucket
 from sherd.engine.buckets.norms import NormTable
 from sherd.engine.buckets.tracked import Mode, TrackedParameter
@@ -33,14 +35,28 @@ class BucketList:
     """the norms of the sums"""
 
     @classmethod
-    def pack(cls, members: Sequence[TrackedParameter], world: int, group: int, bucket_numel: int) -> BucketList:
-        """Buckets of `bucket_numel` elements for `world` ranks, which sum in groups of `group`."""
+    def pack(
+        cls,
+        members: Sequence[TrackedParameter],
+        world: int,
+        group: int,
+        bucket_numel: int,
+        optimizer: Optimizer | None = None,
+    ) -> BucketList:
+        """Buckets of `bucket_numel` elements for `world` ranks, which sum in groups of `group`.
+
+        Inside a bucket, members are ordered by the optimizer's groups, and those in none come last: it steps adjacent
+        ones together.
+        """
         trained = [member for member in members if member.parameter.requires_grad]
         frozen = [member for member in members if not member.parameter.requires_grad]
         last_first = range(len(trained) - 1, -1, -1)  # the order in which gradients arrive
         layout = ShardLayout.build(
             (member.entry for member in trained), world, bucket_numel=bucket_numel, group=group, order=last_first
         )
+        groups = () if optimizer is None else optimizer.param_groups
+        among = {id(p): index for index, each in enumerate(groups) for p in each["params"]}
+        layout = layout.sorted_by([among.get(id(member.parameter), len(groups)) for member in trained])
         every = layout.grown(member.entry for member in frozen)
         ordered = [*trained, *frozen]
         made = [Bucket(each, [ordered[entry] for entry in each.members]) for each in every.buckets]

@@ -91,7 +91,7 @@ class TrackedParameter:
 
     def settle(self) -> None:
         """Bring home what an optimizer has made of the parameter itself."""
-        if not self.parameter.is_set_to(self.home):
+        if not (self.home.is_meta or self.parameter.is_set_to(self.home)):
             self.home.copy_(self.parameter.detach())
             self.parameter.data = self.home
         if self.moved_home:

@@ -19,6 +19,8 @@ from sherd.engine.gradients.gradient import LossWeights, Window
 from sherd.engine.parameters.isolation import bypass_torch_function
 from sherd.layout.placement import BLOCK, padded
 
+_NOTHING = torch.empty(0)
+
 
 class OwnGradients:
     """What autograd adds up in `p.grad`, with the weights of its backwards."""
@@ -103,15 +105,21 @@ class OwnGradients:
                     member.used = member.parameter.grad is not None
                 if len(bucket.members) == 1:
                     gradient = bucket.members[0].parameter.grad
-                    bucket.own = None if gradient is None else bucket.members[0].entry.flattened(_dense(gradient))
+                    if gradient is not None:
+                        bucket.owned_sum = bucket.members[0].entry.flattened(_dense(gradient).detach())
                     continue
-                bucket.own, views = self._flat_of(bucket)
+                bucket.owned_sum, views = self._flat_of(bucket)
                 for member, view in zip(bucket.members, views, strict=True):
                     if member.used:
                         targets.append(view)
                         sources.append(_dense(member.parameter.grad))  # type: ignore[arg-type]
             if targets:
                 torch._foreach_copy_(targets, sources)
+
+    def let_go(self, buckets: BucketList) -> None:
+        """The update is over: hold no gradient any more."""
+        for bucket in buckets.buckets:
+            bucket.owned_sum = _NOTHING
 
     def measure(self, buckets: BucketList) -> float:
         """The 2-norm of the gradients of this rank, with the bits that the same sums have under every strategy."""
@@ -148,14 +156,14 @@ class OwnGradients:
     def _block_norms(self, bucket: Bucket) -> Tensor:
         """The norms of all blocks of a bucket, as `Bucket.measure` takes them."""
         norms = torch.zeros(bucket.described.numel // BLOCK, dtype=torch.float64)
-        if bucket.own is None:
+        if not any(member.used for member in bucket.members):
             return norms
         wide = torch.float32 if bucket.dtype in (torch.float16, torch.bfloat16) else None
         if len(bucket.members) > 1:
             for member, view in zip(bucket.members, self._flat[bucket][1], strict=True):
                 if not member.used:
                     view.zero_()
-        flat = bucket.own.detach()
+        flat = bucket.owned_sum
         whole = flat.numel() // BLOCK
         norms[:whole] = torch.linalg.vector_norm(flat[: whole * BLOCK].view(-1, BLOCK), dim=1, dtype=wide)
         if whole * BLOCK < flat.numel():

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from sherd.engine.optimizer.inner import hyper_parameters
 from sherd.engine.optimizer.probe import BY_CLOSURE, Probe, WhyNot
 from sherd.engine.optimizer.regimes import RANDOM, SPECIAL
-from sherd.engine.optimizer.shard import hyper_parameters
 from sherd.patches.own_collectives import no_collectives
 
 Shapes = Mapping[int, tuple[int, ...]]
@@ -29,6 +29,9 @@ _ROUND: Shapes = {0: (), 1: (768,), 2: (48, 32), 3: (48, 4, 4), 4: (48, 4, 2, 2)
 """For optimizers that divide parameters among ranks and need sizes that divide evenly."""
 _LARGE, _LARGE_MATRIX = 128, (129, 131)
 """A rule for matrices may apply to large ones only. It usually looks at the shorter side, with a bound of 128."""
+_UNITS = {1: (*range(1, 64, 3), 127, 517), **{unit: range(unit, 1024, 3 * unit) for unit in (16, 32, 64)}}
+"""Elements that merged tensors may be a multiple of, and the sizes that show it: the last elements, which do not fill a
+vector or two, are often rounded in another way than the rest. fp32 has vectors of at most 16 elements, bf16 of 32."""
 _RATE = 0.01
 """The learning rate of the probes: it does not affect the answer, but a warm-up's rate of 0 would hide it."""
 
@@ -49,6 +52,31 @@ def why_not_elementwise(optimizer: Optimizer) -> WhyNot | None:
 
 
 _known: dict[Any, WhyNot | None] = {}
+
+
+def merging_unit(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> int:
+    """Of how many elements a tensor of this group and dtype must be a multiple, so that it may be stepped as one with
+    the next one, with padding between them; 0 if it never may. They then have exactly the bits that they have by
+    themselves, on this machine."""
+    if "param_names" in group and not _is_torchs(optimizer):
+        return 0  # it may follow the names
+    hyper = _probed(group)
+    key = type(optimizer), repr(_rough(hyper)), dtype
+    if _is_torchs(optimizer) and key in _merging:
+        return _merging[key]
+    model = next((each for each in group["params"] if each.numel() and optimizer.state.get(each)), None)
+    device = next((each.device for each in group["params"] if not each.is_meta), torch.device("cpu"))
+    found = 0
+    with undisturbed(optimizer) as called:
+        for unit, sizes in _UNITS.items():
+            probe = Probe(optimizer, hyper, [(size,) for size in sizes], dtype, device, model, ())
+            # In 16 bits the rounding hides most differences: no run is long enough to show that there are none.
+            if not found and (dtype.itemsize > 2 or unit == 64) and probe.same_merged() and not called:
+                found = unit
+    return _merging.setdefault(key, found) if _is_torchs(optimizer) else found
+
+
+_merging: dict[Any, int] = {}
 
 
 def _key(optimizer: Optimizer) -> Any:
@@ -129,10 +157,7 @@ def _probes(optimizer: Optimizer, shapes_of: Shapes) -> Iterator[Probe]:
     """One probe per distinct set of hyper-parameters, dtype and device."""
     seen: set[Any] = set()
     for group in optimizer.param_groups:
-        hyper = hyper_parameters(group)
-        hyper.pop("initial_lr", None)
-        if "lr" in hyper:
-            hyper["lr"] = torch.full_like(hyper["lr"], _RATE) if isinstance(hyper["lr"], Tensor) else _RATE
+        hyper = _probed(group)
         by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for parameter in group["params"]:
             device = torch.device("cpu") if parameter.is_meta else parameter.device
@@ -149,6 +174,15 @@ def _probes(optimizer: Optimizer, shapes_of: Shapes) -> Iterator[Probe]:
                     special = () if rough in seen or shapes == (_LARGE_MATRIX,) else SPECIAL
                     yield Probe(optimizer, hyper, shapes, dtype, device, model, special)
                 seen.update((exact, rough))
+
+
+def _probed(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters to probe with."""
+    hyper = hyper_parameters(group)
+    hyper.pop("initial_lr", None)
+    if "lr" in hyper:
+        hyper["lr"] = torch.full_like(hyper["lr"], _RATE) if isinstance(hyper["lr"], Tensor) else _RATE
+    return hyper
 
 
 def _rough(value: Any) -> Any:

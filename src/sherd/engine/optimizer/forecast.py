@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sherd.engine.optimizer.elementwise import undisturbed
-from sherd.engine.optimizer.shard import hyper_parameters, inherited, inner_optimizer, step_unhooked
+from sherd.engine.optimizer.inner import hyper_parameters, inherited, inner_optimizer, step_unhooked
 
 _SIZES = (3, 5, 7, 11, 13, 17, 19, 23)
 """Dimensions of a small tensor: all different, so that each dimension of its state shows which one it follows."""

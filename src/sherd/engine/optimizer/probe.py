@@ -7,16 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sherd.engine.optimizer.regimes import CUTS, RANDOM, Draw, Regime
-from sherd.engine.optimizer.shard import inherited, inner_optimizer, step_unhooked
-from sherd.engine.optimizer.state import State, holds_tensors
+from sherd.engine.optimizer.inner import inherited, inner_optimizer, step_unhooked
+from sherd.engine.optimizer.portions import State
+from sherd.engine.optimizer.regimes import CUTS, MERGED, RANDOM, Draw, Regime
+from sherd.engine.optimizer.state import holds_tensors
+from sherd.layout.placement import padded
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,29 @@ class Probe:
         except Exception as error:
             return _failed("it needs parameters of a certain shape, or their attributes, and parts are flat", error)
         return None if same else WhyNot("it treats a parameter as a whole: stepping it in pieces changes the result")
+
+    def same_merged(self) -> bool:
+        """Whether tensors give the same result end to end in one tensor, with padding between them."""
+        try:
+            with _one_thread():
+                return self._same_merged(self.record(MERGED)[0])
+        except Exception:  # a user's optimizer may raise anything
+            return False
+
+    def _same_merged(self, steps: Sequence[Step]) -> bool:
+        begins = [0, *accumulate(padded(each.numel()) for each in steps[0].weights)]
+        whole = torch.zeros(begins.pop(), dtype=self.dtype, device=self.device)
+        inner = self._inner([whole])
+        for step in steps:
+            weights, gradients = whole.clone(), torch.zeros_like(whole)
+            for begin, weight, gradient in zip(begins, step.weights, step.gradients, strict=True):
+                weights[begin : begin + weight.numel()] = weight
+                gradients[begin : begin + weight.numel()] = gradient
+            (stepped,) = _stepped(inner, [whole], [weights], [gradients])
+            found = [stepped[begin : begin + each.numel()] for begin, each in zip(begins, step.stepped, strict=True)]
+            if not _equal(found, step.stepped):
+                return False
+        return True
 
     def record(self, run: Iterable[Regime], partly: bool = False) -> tuple[list[Step], Mapping[Any, State]]:
         """Step whole tensors through `run`; return the steps and the final state.

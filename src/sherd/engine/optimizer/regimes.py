@@ -137,3 +137,7 @@ _SIZES = (  # gradients grow from step to step: where squares are averaged, a la
 )
 SPECIAL = ((*_ANGLES, *_SIGNS), _SIZES)
 """The runs after it. Each has many steps, since some rules apply only in every fifth or tenth step."""
+
+MERGED = (*RANDOM, *[Regime(_random(), _random(_TINY))] * 4, *_SIZES[-2:])
+"""The run that shows whether tensors may be merged: whether the last elements of one, which do not fill a vector, are
+rounded as those in the middle of another. Any gradients would do, in many elements; with tiny weights it shows best."""

@@ -2,18 +2,19 @@
 
 The user's object stays as it is, with the user's parameters in its groups, for schedulers and the program to change. An
 *inner* optimizer of the same class does the work: its groups have the same hyper-parameters and hold chunks of this
-owner's segments, and it keeps their state. Only for elementwise optimizers (see `elementwise`): for these a cut changes
-no bit.
+owner's runs. Only for elementwise optimizers (see `elementwise`): for these a cut changes no bit.
 
-A new inner object is made from the user's for each step, so that nothing in it is out of date; its state is kept.
+A new inner object is made from the user's for each step, so that nothing in it is out of date; its state is kept. Where
+a rank owns everything, `optimizer.state` has views of it, and the user may change them or put others in their place.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from functools import cache
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -24,8 +25,19 @@ from torch.optim import Optimizer
 from sherd.comm.base import Communicator
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.tracked import TrackedParameter
-from sherd.engine.optimizer.state import Chunk, cut_chunks, cut_state, gather_state, state_bytes
+from sherd.engine.optimizer.elementwise import merging_unit
+from sherd.engine.optimizer.inner import (
+    hyper_parameters,
+    inherited,
+    inner_optimizer,
+    step_unhooked,
+    take_over_changes,
+)
+from sherd.engine.optimizer.portions import FlatState, Loaded, Portion, State
+from sherd.engine.optimizer.runs import Counters, Part, Run, find_runs, parts_of
+from sherd.engine.optimizer.state import cut_state, gather_state, put_state, state_bytes
 from sherd.errors import ConfigError, SherdError
+from sherd.layout.placement import BLOCK, padded
 
 CHUNK_NUMEL = 256 * 1024
 """Elements stepped at once. Parameter, gradient, two moments and a temporary of 256Ki floats are 5 MB and stay in the
@@ -52,36 +64,56 @@ class Condition(enum.Enum):
     """a step failed in the middle, and state must be loaded"""
 
 
-_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-
-
 class OptimizerShard:
-    """Steps `owner`'s part of the parameters in `buckets`, using their values and sums.
+    """Steps `owner`'s part of the parameters in `buckets`, or all of them, using their values and sums.
 
     State that the optimizer already has is taken over. The optimizer may also hold other `known` parameters, which are
     not stepped until they are trained.
     """
 
+    takes_closure = False
+    """Whether `step` may call the closure more than once, as LBFGS does."""
+    needs_closure = False
+    """Whether `step` requires a closure: it needs the loss."""
+
     def __init__(
         self,
         optimizer: Optimizer,
         buckets: BucketList,
-        owner: int,
+        owner: int | None,
         known: Iterable[nn.Parameter] = (),
         chunk_numel: int = CHUNK_NUMEL,
     ) -> None:
+        if chunk_numel < 1 or chunk_numel % BLOCK:
+            # Fused kernels round the last elements, those that do not fill a vector, differently from the rest: a cut
+            # between blocks changes no bit, elsewhere it would.
+            right = padded(chunk_numel) or BLOCK
+            raise ConfigError(f"chunk_numel={chunk_numel} must be a positive multiple of a block; write {right}")
         self._optimizer = optimizer
         self._kind = type(optimizer)
         self._owner = owner
+        self.gathers_state = owner is not None
+        """Whether `state_dict` is collective."""
         self._chunk_numel = chunk_numel
         self._known: set[Tensor] = set(known)
+        self._parts: dict[TrackedParameter, Part] = {}  # in the order of their memory
         self._members: dict[Tensor, TrackedParameter] = {}
-        self._chunks: dict[TrackedParameter, list[Chunk]] = {}
-        self._state: defaultdict[Any, Any] = defaultdict(dict)
-        self._held: list[dict[str, Any]] = []  # by group: the chunks, and their names if it has names
+        self._rest: dict[Any, Any] = {}  # state of what is not trained, and what belongs to no parameter
+        self._flats = FlatState()
+        self._runs: list[Run] = []
+        self._counters = Counters([], self._flats)
+        self._groups: dict[Tensor, int] = {}
         self._grouped: list[Tensor | None] = []
-        self.condition = Condition.CLEAN
         self._frozen: list[Tensor] = []  # in a group, but not trained: without a gradient torch skips them
+        self._used: list[bool] = []
+        self._shown: list[Any] = []
+        self._shown_by: Counters | None = None
+        self._stale = True  # whether the runs must be found again
+        self._units = cache(lambda group, dtype: merging_unit(optimizer, optimizer.param_groups[group], dtype))
+        self.condition = Condition.CLEAN
+        for index, group in enumerate(optimizer.param_groups):
+            for dtype in {parameter.dtype for parameter in group["params"]}:
+                self._units(index, dtype)  # before the state goes, which some classes create in `__init__`
         self.follow(buckets)
 
     def follow(self, buckets: BucketList) -> None:
@@ -92,56 +124,109 @@ class OptimizerShard:
         }
         self._members.update(joined)
         new = {member.bucket for member in joined.values()}
-        self._chunks.update(cut_chunks((b for b in buckets.buckets if b in new), self._owner, self._chunk_numel))
-        kept = {p: self._state.pop(p) for p in joined if p in self._state}  # loaded while frozen
-        self._take({}, kept)
+        parts = (part for b in buckets.buckets if b in new for part in parts_of(b, self._owner))
+        self._parts.update({part.member: part for part in parts})
+        self._take({}, {p: self._rest.pop(p) for p in joined if p in self._rest})  # loaded while frozen
         self._grouped = []
         self._read_users_object()
 
-    def step(self) -> None:
+    # ---------------------------------------------------------------- a step
+
+    def step(self, closure: Any = None) -> None:
         """One update. Like torch, it skips parameters without a gradient: those that no rank has used."""
+        self.run()
+
+    def run(self, wrap: Callable[[Portion], Portion] | None = None, batch: int | None = None) -> None:
+        """One update, in portions that `wrap` nests in others; all in one batch, or in batches of so many.
+
+        Each batch is one inner step, from the same hyper-parameters and attributes: what an optimizer counts per step
+        is counted once.
+        """
         if self.condition is not Condition.CLEAN:
             raise SherdError(f"the optimizer's shard is {self.condition.value} and cannot be stepped; load its state")
         self._read_users_object()
-        stepped = [chunk for member, cut in self._chunks.items() if member.used for chunk in cut]
-        inner = self._inner()
-        for chunk in stepped:
-            # A new tensor each time, removed afterwards: an optimizer that kept it would keep the memory.
-            own = chunk.member.bucket.slice[chunk.offset : chunk.offset + chunk.value.numel()]
-            chunk.value.grad = own.view(chunk.value.shape)
+        self._find_runs()
+        chunks = [(run.group, chunk) for run in self._runs for chunk in run.chunks]
+        portions = [(group, chunk.member, chunk if wrap is None else wrap(chunk)) for group, chunk in chunks]
+        size = batch or max(len(portions), 1)
+        batches = [portions[start : start + size] for start in range(0, len(portions), size)] or [[]]
         self.condition = Condition.STEPPING
         try:
-            step_unhooked(inner)
+            for number, each in enumerate(batches):
+                for *_, portion in chain(() if number else each, *batches[number + 1 : number + 2]):
+                    portion.prefetch()
+                self._step_batch(each, last=number + 1 == len(batches))
             self.condition = Condition.CLEAN
         finally:
             if self.condition is Condition.STEPPING:
                 self.condition = Condition.TORN
-            for chunk in stepped:
-                chunk.value.grad = None
-        self._state = inner.state
-        # Optimizers that adapt their rate or count their steps change groups and attributes.
-        _update(vars(self._optimizer), inherited(inner))
-        for group, inner_group in zip(self._optimizer.param_groups, inner.param_groups, strict=True):
-            _update(group, hyper_parameters(inner_group))
+        if not self._counters.follow():  # state is created in the first step
+            self._counters = Counters(self._runs, self._flats)
+            self._stale = True
+        if self._shown_by is not self._counters or self._counters.replaced or self._rest:
+            self._show()
+
+    def _step_batch(self, batch: Sequence[tuple[int, TrackedParameter, Portion]], last: bool) -> None:
+        loaded = [(group, member, portion.load()) for group, member, portion in batch]
+        inner = self._inner(loaded, copied=not last)
+        for *_, (value, grad, _) in loaded:
+            value.grad = grad
+        try:
+            step_unhooked(inner)
+        finally:
+            for *_, (value, _, _) in loaded:
+                value.grad = None
+        for (*_, portion), (*_, each) in zip(batch, loaded, strict=True):
+            portion.store(each._replace(state=inner.state.pop(each.value, {})))
+        if last:
+            self._rest = dict(inner.state)
+            take_over_changes(self._optimizer, inner)
+
+    def _inner(self, loaded: Iterable[tuple[int, TrackedParameter, Loaded]], copied: bool = False) -> Optimizer:
+        """An inner optimizer of these tensors, with the user's attributes and hyper-parameters or copies of them."""
+        attributes, rest = inherited(self._optimizer), self._rest
+        groups = [hyper_parameters(group) for group in self._optimizer.param_groups]
+        if copied:
+            attributes, rest, groups = deepcopy(attributes), deepcopy(rest), deepcopy(groups)
+        for group, users in zip(groups, self._optimizer.param_groups, strict=True):
+            group["params"] = []
+            if "param_names" in users:
+                group["param_names"] = []
+        state: defaultdict[Any, Any] = defaultdict(dict, rest)
+        for index, member, each in loaded:
+            group, users = groups[index], self._optimizer.param_groups[index]
+            group["params"].append(each.value)
+            if "param_names" in users:
+                place = next(i for i, parameter in enumerate(users["params"]) if parameter is member.parameter)
+                group["param_names"].append(users["param_names"][place])
+            if each.state:  # `if p not in self.state` must find that it has none
+                state[each.value] = each.state
+        return inner_optimizer(self._kind, attributes, groups, state)
+
+    # ---------------------------------------------------------------- state dicts
 
     def whole_state(self, comm: Communicator) -> dict[Any, Any]:
-        """The state of whole parameters, by parameter, as the user's object would have it. Collective."""
+        """The state of whole parameters, by parameter, as the user's object would have it. Collective if cut."""
+        if self._owner is None:
+            return dict(self._optimizer.state)
         if (comm.rank, comm.world) != (self._owner, self._buckets.layout.world):
             raise ConfigError(
                 f"owner {self._owner} of {self._buckets.layout.world} got the communicator of rank {comm.rank} of "
                 f"{comm.world}; pass the one whose ranks are the owners"
             )
         self._read_users_object()
-        whole, other = gather_state(comm, self._buckets, self._chunks, self._state)
+        whole, other = gather_state(comm, self._buckets, self._parts, self._rest)
         state: dict[Any, Any] = {}
         for parameter in (parameter for group in self._optimizer.param_groups for parameter in group["params"]):
             member = self._members.get(parameter)
-            if kept := self._state.get(parameter) if member is None else whole.get(member):
+            if kept := self._rest.get(parameter) if member is None else whole.get(member):
                 state[parameter] = kept
         return {**state, **other}
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
-        """The state of whole parameters on every rank, as torch's own `state_dict` returns it. Collective."""
+        """The state of whole parameters on every rank, as torch's own `state_dict` returns it. Collective if cut."""
+        if self._owner is None:
+            return self._kind.state_dict(self._optimizer)
         # In the user's object for a moment, so that its class and hooks build the dict.
         self._optimizer.state.update(self.whole_state(comm))
         try:
@@ -165,21 +250,32 @@ class OptimizerShard:
             self._kind.load_state_dict(self._optimizer, dict(state))
         finally:
             hook.remove()
-        self._state = defaultdict(dict)
+        self._flats, self._rest, self._stale = FlatState(), {}, True  # the caller may still have views of the old ones
+        for part in self._parts.values():
+            part.state = {}
         if loaded:  # empty if the class has its own load_state_dict; then _read_users_object takes over what it loaded
             ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
             parameters = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
-            self._take(dict(zip(ids, parameters, strict=True)), loaded["state"])
-        self._read_users_object()
+            self._take(dict(zip(ids, parameters, strict=True)), loaded["state"], cast=True)
+        else:
+            self._read_users_object()
         # As at the end of torch's load_state_dict: classes convert the state of older versions there.
         self.condition = Condition.CLEAN
-        inner = self._inner()
-        inner.__setstate__({"state": self._state, "param_groups": inner.param_groups})
-        self._state = inner.state
+        every = [(part, Loaded(part.value, None, part.state)) for part in self._all()]
+        inner = self._inner((self._groups[part.member.parameter], part.member, each) for part, each in every)
+        inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
+        for part, each in every:
+            part.state = inner.state.pop(each.value, {})
+        self._rest = dict(inner.state)
+        self._show()
+
+    def _all(self) -> list[Part]:
+        """The parts that are in a group."""
+        return [part for part in self._parts.values() if part.member.parameter in self._groups]
 
     def state_bytes(self) -> int:
         """Bytes of the state tensors that this owner keeps."""
-        return state_bytes(self._state)
+        return state_bytes(chain((part.state for part in self._parts.values()), self._rest.values()))
 
     @property
     def users(self) -> tuple[Optimizer, type[Optimizer]]:
@@ -189,17 +285,17 @@ class OptimizerShard:
     def coming(self) -> list[tuple[dict[str, Any], list[Tensor]]]:
         """By group: the tensors that this owner steps and has no state for yet."""
         self._read_users_object()
-        groups = zip(self._optimizer.param_groups, self._held, strict=True)
-        return [(group, [each for each in held["params"] if not self._state.get(each)]) for group, held in groups]
+        found: list[tuple[dict[str, Any], list[Tensor]]] = [(group, []) for group in self._optimizer.param_groups]
+        for part in self._all():
+            if not part.state:
+                found[self._groups[part.member.parameter]][1].append(part.value)
+        return found
 
     def state_entries(self) -> int:
         """How many tensors this owner has state for: `state_bytes` changes when this does."""
-        return len(self._state)
+        return sum(bool(part.state) for part in self._parts.values()) + len(self._rest)
 
-    def _inner(self) -> Optimizer:
-        groups = zip(self._optimizer.param_groups, self._held, strict=True)
-        live = [{**hyper_parameters(group), **held} for group, held in groups]
-        return inner_optimizer(self._kind, inherited(self._optimizer), live, self._state)
+    # ---------------------------------------------------------------- the user's object
 
     def _read_users_object(self) -> None:
         """Take over changes to the user's object since the last time: groups, parameters, state."""
@@ -207,79 +303,90 @@ class OptimizerShard:
         grouped = [parameter for group in groups for parameter in (None, *group["params"])]
         same = len(grouped) == len(self._grouped) and all(map(is_, grouped, self._grouped))
         if not same or any(parameter.requires_grad for parameter in self._frozen):
-            self._held = [self._held_of(index, group) for index, group in enumerate(groups)]
-            self._grouped = grouped
+            self._group(groups)
+            self._grouped, self._stale = grouped, True
             self._frozen = [each for each in grouped if each is not None and each not in self._members]
-        if self._optimizer.state:
-            self._take({}, self._optimizer.state)
-            self._optimizer.state.clear()
+        state = self._optimizer.state
+        if self._owner is not None:
+            if state:
+                self._take({}, state)
+                state.clear()
+        elif self._counters.edited() or not _same(self._shown, _seen(state)):
+            self._take({}, {p: state.get(p, {}) for p, m in self._members.items() if self._differs(p, m)})
+            self._rest = {key: value for key, value in state.items() if key not in self._members}
+            self._stale = True
 
-    def _held_of(self, index: int, group: Mapping[str, Any]) -> dict[str, Any]:
-        cut: list[Sequence[Chunk]] = []
-        for position, parameter in enumerate(group["params"]):
-            if parameter not in self._members and parameter not in self._known and parameter.requires_grad:
-                raise ConfigError(
-                    f"the optimizer's group {index} has at position {position} a parameter of shape "
-                    f"{tuple(parameter.shape)} that was not distributed; the optimizer's parameters must belong to the "
-                    f"distributed model: build it from model.parameters()"
-                )
-            member = self._members.get(parameter)
-            cut.append(() if member is None else self._chunks.get(member, ()))
-        held: dict[str, Any] = {"params": [chunk.value for chunks in cut for chunk in chunks]}
-        if "param_names" in group:
-            held["param_names"] = [name for name, chunks in zip(group["param_names"], cut, strict=True) for _ in chunks]
-        return held
+    def _differs(self, parameter: Tensor, member: TrackedParameter) -> bool:
+        """Whether the user has put something else in the place of what is kept for a parameter."""
+        kept, found = self._parts[member].shown, self._optimizer.state.get(parameter, {})
+        return not _same(kept, [*found, *found.values()])
 
-    def _take(self, parameters: Mapping[Any, Tensor], state: Mapping[Any, Any]) -> None:
-        """Cut `state` to this owner's chunks; `parameters` maps keys that are not parameters to parameters."""
-        groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
+    def _group(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._groups = {}
+        for index, group in enumerate(groups):
+            for position, parameter in enumerate(group["params"]):
+                if parameter in self._members:
+                    self._groups[parameter] = index
+                elif parameter not in self._known and parameter.requires_grad:
+                    raise ConfigError(
+                        f"the optimizer's group {index} has at position {position} a parameter of shape "
+                        f"{tuple(parameter.shape)} that was not distributed; the optimizer's parameters must belong "
+                        f"to the distributed model: build it from model.parameters()"
+                    )
+
+    def _find_runs(self) -> None:
+        used = [member.used for member in self._parts]
+        if self._stale or used != self._used:
+            parts = self._parts.values()
+            self._runs = find_runs(parts, self._groups, self._units, self._flats, self._chunk_numel)
+            self._counters = Counters(self._runs, self._flats)
+            self._used, self._stale = used, False
+
+    def _take(self, parameters: Mapping[Any, Tensor], state: Mapping[Any, Any], cast: bool = False) -> None:
+        """Cut `state` to this owner's parts; `parameters` maps keys that are not parameters to parameters."""
+        groups = self._optimizer.param_groups
+        found: list[tuple[Part, State]] = []
         for key, values in state.items():
             parameter = parameters.get(key, key)
             member = self._members.get(parameter)
             if member is None:
-                self._state[parameter] = deepcopy(values)
-            elif values and (chunks := self._chunks.get(member)):
-                parts = cut_state(chunks, member.entry, values, groups.get(parameter, {}))
-                self._state.update({chunk.value: part for chunk, part in zip(chunks, parts, strict=True)})
+                self._rest[parameter] = deepcopy(values)
+            elif member in self._parts and (values or self._owner is None):
+                found.append((self._parts[member], values))
+        cuts = (
+            (p, cut_state(p, kept, groups[self._groups.get(p.member.parameter, 0)] if cast else None))
+            for p, kept in found
+        )
+        for part, cut in cuts if cast else list(cuts):  # a list, since the user may have exchanged what we have
+            put_state(part, cut, self._flats)
+        self._stale |= bool(found)
+
+    def _show(self) -> None:
+        """Show the user what is kept, where a rank has all of it."""
+        if self._owner is not None:
+            return
+        state = self._optimizer.state
+        for parameter, member in self._members.items():
+            part = self._parts[member]
+            part.shown = [*part.state, *part.state.values()]
+            if part.state:
+                state[parameter] = part.state
+            else:
+                state.pop(parameter, None)
+        state.update(self._rest)
+        self._shown, self._shown_by = _seen(state), self._counters
 
 
-def inner_optimizer(
-    kind: type[Optimizer], attributes: Mapping[str, Any], groups: list[dict[str, Any]], state: defaultdict[Any, Any]
-) -> Optimizer:
-    """An optimizer made without `__init__`, whose arguments are unknown."""
-    inner = kind.__new__(kind)
-    hooks: dict[str, Any] = {name: OrderedDict() for name in _STEP_HOOKS}
-    vars(inner).update({**attributes, **hooks, "param_groups": groups, "state": state})
-    return inner
+def _seen(state: Mapping[Any, Any]) -> list[Any]:
+    """Everything that can be replaced in an optimizer's state."""
+    seen: list[Any] = []
+    for key, values in state.items():
+        seen += (key, values)
+        if isinstance(values, dict):
+            seen += values
+            seen += values.values()
+    return seen
 
 
-def inherited(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes that an inner optimizer shares with the user's.
-
-    Not the user's hooks, which belong to the user's step, nor methods replaced on the object, as a scheduler replaces
-    `step`.
-    """
-    kind = type(optimizer)
-    own = ("param_groups", "state", *_STEP_HOOKS)
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name not in own and not callable(getattr(kind, name, None))
-    }
-
-
-def step_unhooked(optimizer: Optimizer, kind: type[Optimizer] | None = None, *arguments: Any) -> Any:
-    """The `step` of `kind` on `optimizer`, without torch's wrapper, which would run hooks."""
-    step: Any = (kind or type(optimizer)).step
-    if getattr(step, "hooked", False):  # checked first, since other decorators leave a __wrapped__ too
-        step = step.__wrapped__
-    return step(optimizer, *arguments)
-
-
-def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
-
-
-def _update(target: dict[str, Any], source: Mapping[str, Any]) -> None:
-    """Copy the values that are not already the same object."""
-    target.update({name: value for name, value in source.items() if target.get(name, target) is not value})
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))

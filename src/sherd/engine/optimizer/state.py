@@ -1,13 +1,8 @@
-"""Optimizer state, cut to the chunks of one owner and gathered again.
-
-A *chunk* is what an optimizer shard steps as one tensor: a part of a segment. What an optimizer keeps for a parameter
-is of two kinds: *per element*, tensors of the parameter's shape (moments), which are cut with it, and everything else
-(step counters), of which each chunk has its own copy.
-"""
+"""Optimizer state, cut to the parts of one owner and gathered again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -19,23 +14,9 @@ from sherd.comm.base import Communicator
 from sherd.engine.buckets.bucket import Bucket
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.tracked import TrackedParameter
+from sherd.engine.optimizer.portions import FlatState, State, is_per_element
+from sherd.engine.optimizer.runs import Part
 from sherd.errors import ConfigError
-from sherd.layout.entry import Entry
-from sherd.layout.placement import BLOCK, padded
-
-State = dict[Any, Any]
-"""What an optimizer keeps for one tensor, by key."""
-
-
-class Chunk(NamedTuple):
-    """A part of one segment, small enough for the cache."""
-
-    member: TrackedParameter
-    offset: int
-    """where it begins in the owner's slice of the bucket"""
-    start: int
-    """its first element in the flattened parameter"""
-    value: Tensor
 
 
 class PerElement(NamedTuple):
@@ -44,70 +25,47 @@ class PerElement(NamedTuple):
     dtype: torch.dtype
 
 
-def cut_chunks(buckets: Iterable[Bucket], owner: int, chunk_numel: int) -> dict[TrackedParameter, list[Chunk]]:
-    """The chunks of `owner` by parameter, in element order. Each is a view of what it owns."""
-    if chunk_numel < 1 or chunk_numel % BLOCK:
-        # Fused kernels round the last elements, those that do not fill a vector, differently from the rest: a cut
-        # between blocks changes no bit, elsewhere it would.
-        raise ConfigError(
-            f"chunk_numel={chunk_numel} must be a positive multiple of a block; write {padded(chunk_numel) or BLOCK}"
-        )
-    chunks: dict[TrackedParameter, list[Chunk]] = {}
-    for bucket in buckets:
-        # Member, offset in the slice, start in the parameter, elements.
-        pieces = [
-            (member, segment.offset + cut, segment.region.start + cut, segment.numel - cut)
-            for member, segment in bucket.segments(owner)
-            for cut in range(0, segment.numel, chunk_numel)
-        ]
-        if owner == 0:  # torch also counts the steps of a parameter without elements, so one owner must
-            pieces += [(member, 0, 0, 0) for member in bucket.members if not member.entry.numel]
-        for member, offset, start, left in pieces:
-            # A parameter without dimensions stays so: torch's step counters have none either and look the same.
-            shape = (min(left, chunk_numel),) if member.entry.shape else ()
-            value = bucket.values.owned.detach()[offset : offset + min(left, chunk_numel)].view(shape)
-            chunks.setdefault(member, []).append(Chunk(member, offset, start, value))
-    return chunks
+Cut = dict[Any, tuple[bool, Any]]
+"""State by key: whether it is per element, and its value."""
 
 
-def cut_state(chunks: Sequence[Chunk], entry: Entry, state: State, group: Mapping[str, Any]) -> list[State]:
-    """For each chunk of a parameter its part of `state`, with the dtypes of torch's `load_state_dict`.
-
-    The parts share no memory with `state`. `group` has the parameter's hyper-parameters.
-    """
-    parts: list[State] = [{} for _ in chunks]
-    policy = [{**group, "params": [0]}]
+def cut_state(part: Part, state: State, group: Mapping[str, Any] | None = None) -> Cut:
+    """The part of a parameter's `state`, flat, in memory of its own; with `group`, its hyper-parameters, it is given
+    the dtypes of torch's `load_state_dict`."""
+    cut: Cut = {}
     for key, value in state.items():
-        per_element = isinstance(value, Tensor) and value.shape == entry.shape
-        flat = entry.flattened(value.detach()) if per_element else value  # once, since it may copy all of it
-        for chunk, part in zip(chunks, parts, strict=True):
-            if not isinstance(value, Tensor):
-                part[key] = deepcopy(_without_tensors(key, value))
-                continue
-            own = chunk.value
-            piece = flat[chunk.start : chunk.start + own.numel()].view(own.shape) if per_element else value
-            cast = Optimizer._process_value_according_to_param_policy(own, piece, 0, policy, key)
-            part[key] = cast.clone() if cast is piece else cast
-    return parts
+        if not isinstance(value, Tensor):
+            cut[key] = False, deepcopy(value if part.whole else _without_tensors(key, value))
+            continue
+        piece, per_element = value.detach(), is_per_element(value, part.member.entry.shape)
+        if per_element:
+            piece = part.member.entry.flattened(piece)[part.start : part.start + part.numel]
+        if group is not None:
+            own, policy = part.bucket.values.owned, [{**group, "params": [0]}]
+            piece = Optimizer._process_value_according_to_param_policy(own, piece, 0, policy, key)
+        cut[key] = per_element, piece.clone()
+    return cut
+
+
+def put_state(part: Part, cut: Cut, flats: FlatState) -> None:
+    """Make what `cut_state` returned the state of the part."""
+    part.state = {}
+    for key, (per_element, value) in cut.items():
+        part.state[key] = part.view(flats.of(part.bucket, key, value.dtype)) if per_element else value
+        if per_element:
+            part.state[key].copy_(part.member.entry.shaped(value) if part.whole else value)
 
 
 def gather_state(
-    comm: Communicator,
-    buckets: BucketList,
-    chunks: Mapping[TrackedParameter, Sequence[Chunk]],
-    state: Mapping[Any, State],
+    comm: Communicator, buckets: BucketList, parts: Mapping[TrackedParameter, Part], rest: Mapping[Any, Any]
 ) -> tuple[dict[TrackedParameter, State], dict[Any, Any]]:
     """The state of whole parameters, and state that belongs to no parameter; on every rank. Collective.
 
     Besides the result it needs the memory of one bucket and one slice.
     """
     entries = {member: entry for entry, member in enumerate(buckets.parameters)}
-    mine = {
-        entries[member]: _outline(cut[0], state[cut[0].value])
-        for member, cut in chunks.items()
-        if state.get(cut[0].value)
-    }
-    other = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+    mine = {entries[member]: _outline(part) for member, part in parts.items() if part.state}
+    other = {key: value for key, value in rest.items() if not isinstance(key, Tensor)}
     whole: dict[TrackedParameter, State] = {}
     by_rank = comm.all_gather_object((mine, other))
     for outlines, _ in by_rank:
@@ -118,8 +76,8 @@ def gather_state(
     for bucket in buckets.buckets:
         for (key, dtype), having in _tensors(bucket, whole).items():
             own = bucket.values.owned.new_zeros(bucket.described.slice_numel, dtype=dtype)
-            for chunk in (chunk for member in having for chunk in chunks.get(member, ())):
-                own[chunk.offset : chunk.offset + chunk.value.numel()] = state[chunk.value][key].reshape(-1)
+            for part in (parts[member] for member in having if member in parts):
+                own[part.offset : part.offset + part.numel] = part.state[key]
             gathered = comm.all_gather(own).wait()
             for member in having:
                 whole[member][key] = member.entry.shaped(
@@ -128,10 +86,10 @@ def gather_state(
     return whole, by_rank[0][1]
 
 
-def state_bytes(state: Mapping[Any, Any]) -> int:
-    """Bytes of the tensors in `state`."""
-    kept = (value for values in state.values() if isinstance(values, dict) for value in values.values())
-    return sum(value.numel() * value.element_size() for value in kept if isinstance(value, Tensor))
+def state_bytes(states: Iterable[Any]) -> int:
+    """Bytes of the tensors in these states."""
+    kept = (value for values in states if isinstance(values, dict) for value in values.values())
+    return sum(value.nbytes for value in kept if isinstance(value, Tensor))
 
 
 def holds_tensors(value: object) -> bool:
@@ -152,13 +110,14 @@ def _tensors(
     return found
 
 
-def _outline(chunk: Chunk, state: State) -> list[tuple[Any, bool, Any]]:
-    """The state of a chunk: keys, whether each is per element, and values, or dtypes if per element. It is sent to
+def _outline(part: Part) -> list[tuple[Any, bool, Any]]:
+    """The state of a part: keys, whether each is per element, and values, or dtypes if per element. It is sent to
     other hosts, so it is plain data, except for other objects that the optimizer itself keeps."""
     outline = []
-    for key, value in state.items():
-        per_element = isinstance(value, Tensor) and value.shape == chunk.value.shape
-        outline.append((key, per_element, value.dtype if per_element else _without_tensors(key, value)))
+    for key, value in part.state.items():
+        per_element = is_per_element(value, part.shape)
+        own = value.clone() if isinstance(value, Tensor) and not per_element else value  # not the memory around it
+        outline.append((key, per_element, value.dtype if per_element else _without_tensors(key, own)))
     return outline
 
 
