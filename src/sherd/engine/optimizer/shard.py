@@ -273,6 +273,10 @@ class OptimizerShard:
         """The parts that are in a group."""
         return [part for part in self._parts.values() if part.member.parameter in self._groups]
 
+    def kept(self) -> Iterable[Part]:
+        """What this owner keeps, by parameter."""
+        return self._parts.values()
+
     def state_bytes(self) -> int:
         """Bytes of the state tensors that this owner keeps."""
         return state_bytes(chain((part.state for part in self._parts.values()), self._rest.values()))
