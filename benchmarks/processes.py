@@ -95,10 +95,10 @@ class Processes:
                 meanwhile()
         return [answers[rank] for rank in range(len(self.pipes))]
 
-    def ask_undisturbed(self, command: Any) -> list[Any]:
-        """The same for every rank. `disturbance` says which part of the machine other processes had meanwhile."""
+    def ask_watched(self, commands: Sequence[Any]) -> list[Any]:
+        """One answer per rank. `disturbance` says which part of the machine other processes had meanwhile."""
         start, busy, own = time.monotonic(), _busy_seconds(), self._cpu_seconds()
-        answers = self.ask_all(command)
+        answers = self.ask(commands)
         cores = (time.monotonic() - start) * (os.cpu_count() or 1)
         self.disturbance = max(0.0, (_busy_seconds() - busy) - (self._cpu_seconds() - own)) / cores
         return answers

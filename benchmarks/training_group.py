@@ -43,7 +43,7 @@ class Group(Processes):
 
     def train(self, command: Train) -> list[Trained]:
         """Some steps that count."""
-        return self.ask_undisturbed(command)
+        return self.ask_watched([command] * len(self.pipes))
 
     def train_weighed(self, command: Train) -> int:
         """Some steps whose time does not count, because weighing takes time of its own. Returns the peak."""
