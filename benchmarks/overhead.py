@@ -15,8 +15,9 @@ models of every backward in a process, so contenders in one process would slow e
 first step does not count. A contender's figure is its best round; a round's is the median of its steps on the slowest
 rank. Targets are in the tables, with whether they are met.
 
-A full run takes about 13 minutes on two cores, a quick one about 3. It writes results/overhead.txt and .json; a run of
-some sections replaces these there, a quick one or one of some networks writes nothing.
+A full run takes 12 to 14 minutes on two cores (5, 4, 3 and 2 by section), a quick one about 2. It writes
+results/overhead.txt and .json; a run of some sections replaces these there, a quick one or one of some networks writes
+nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=NETWORKS, metavar="NETWORK", help=f"some of {', '.join(NETWORKS)}")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=[*SECTIONS], help="default: all")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--turns", type=int, default=4, help="of a contender with a network in a round (default: 4)")
+    parser.add_argument("--turns", type=int, default=3, help="of a contender with a network in a round (default: 3)")
     parser.add_argument("--steps", type=int, help="counted steps of a turn (default: about 0.4 s of them)")
     parser.add_argument(
         "--timeout", type=float, default=120.0, help="seconds a contender has for a turn (default: 120)"

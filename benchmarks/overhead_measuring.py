@@ -24,8 +24,10 @@ def slowest_median(turns: Sequence[Sequence[Sequence[float]]]) -> float:
     Not the median of each step's slowest rank: without communication nothing makes the ranks slow in the same step, so
     that would be longer than a step of either.
     """
-    of_ranks = zip(*turns, strict=True)
-    return max(statistics.median([step for turn in of_rank for step in turn]) for of_rank in of_ranks)
+    medians: list[float] = [
+        statistics.median([step for turn in of_rank for step in turn]) for of_rank in zip(*turns, strict=True)
+    ]
+    return max(medians)
 
 
 class Measuring:

@@ -93,23 +93,23 @@ def _gpt(layers: int, width: int) -> Callable[[], nn.Module]:
 
 
 NETWORKS = {
-    "gpt-0.4m": Network("GPT 0.4 M", "2 x 16 tokens", _gpt(3, 96), tokens(2, 16), steps=50),
-    "gpt-1.2m-deep": Network("GPT 1.2 M, deep", "2 x 16 tokens", _gpt(24, 64), tokens(2, 16), steps=10, many=True),
-    "gpt-1.2m": Network("GPT 1.2 M", "2 x 64 tokens", _gpt(6, 128), tokens(2, 64), steps=20),
-    "gpt-3.7m": Network("GPT 3.7 M", "2 x 64 tokens", _gpt(6, 224), tokens(2, 64), steps=10),
+    "gpt-0.4m": Network("GPT 0.4 M", "2 x 16 tokens", _gpt(3, 96), tokens(2, 16), steps=40),
+    "gpt-1.2m-deep": Network("GPT 1.2 M, deep", "2 x 16 tokens", _gpt(24, 64), tokens(2, 16), steps=8, many=True),
+    "gpt-1.2m": Network("GPT 1.2 M", "2 x 64 tokens", _gpt(6, 128), tokens(2, 64), steps=15),
+    "gpt-3.7m": Network("GPT 3.7 M", "2 x 64 tokens", _gpt(6, 224), tokens(2, 64), steps=8),
     "resnet18": Network(
         "ResNet-18",
         "4 images of 32 x 32",
         resnet18,
         partial(_noise, shape=(4, 3, 32, 32), classes=CLASSES),
-        steps=3,
+        steps=2,
     ),
     "mlp-3000": Network(
         "MLP of 3,000 tensors",
         "16 rows",
         partial(Mlp, 1500),
         partial(_noise, shape=(16, FEATURES), classes=FEATURES),
-        steps=3,
+        steps=2,
         many=True,
     ),
 }

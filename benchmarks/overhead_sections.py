@@ -60,7 +60,7 @@ class Measured:
 
     medians: list[float] = field(default_factory=list)
     cpu_medians: list[float] = field(default_factory=list)
-    loss: float = 0.0  # after the first steps, the mean of all ranks
+    loss: float | None = None  # after the first steps, the mean of all ranks
     failure: str | None = None
 
     @property
