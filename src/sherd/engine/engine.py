@@ -186,7 +186,6 @@ class Engine:
         if self.round.state is round.State.FAILED:
             return  # other models of this process may go on
         self._unfreeze_if_asked()
-        self._follow_policy()
         if not self.sums:
             self.own.begin(self.buckets)
             return
@@ -429,6 +428,7 @@ class Engine:
             self.own.let_go(self.buckets)
         self.unchanged.accept()
         self.steps += 1
+        self._follow_policy()
 
     def accept_edits(self) -> bool:
         """What was done to the parameters is an update of their optimizer's; whether anything was."""
@@ -438,6 +438,7 @@ class Engine:
 
     def _skip(self) -> None:
         self.skipped += 1
+        self._follow_policy()
         text = (
             f"step {self.steps}: the gradient is not finite on some rank, so no rank takes the step "
             f"({self.skipped} skipped so far)"
@@ -477,7 +478,7 @@ class Engine:
             self.updater.follow(self.buckets)
 
     def _follow_policy(self) -> None:
-        """Take gradients from autograd if they are summed in this step, else leave them in `p.grad`."""
+        """Take gradients from autograd if they are summed in the next step, else leave them in `p.grad`."""
         self.sums = self.policy.sums(self.calls)
         if self.sums and not self._hooks:
             self._train(self.buckets.parameters)
@@ -485,6 +486,8 @@ class Engine:
             for handle in self._hooks:
                 handle.remove()
             self._hooks = []
+            for bucket in self.buckets.buckets:
+                bucket.forget()
 
     def _train(self, members: Iterable[TrackedParameter]) -> None:
         """Make room for the gradients of these parameters, and take them from autograd."""
