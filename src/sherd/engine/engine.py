@@ -212,8 +212,6 @@ class Engine:
             )
         if self.state is State.BROKEN:
             self.torn.refuse("this backward")
-        if self._looks_in_backward:
-            self.unchanged.check()
         round.refuse_other_hooks(self.inventory.members, self.comm.rank)
         self.gradient.add(self.buckets)
         factor = self.weights.enter()
@@ -253,6 +251,8 @@ class Engine:
     def _flush(self) -> None:
         """Reduce what was not reduced yet, and agree with the other ranks on what there is. Collective."""
         try:
+            if self._looks_in_backward:  # not earlier: autograd still needed what a parameter was moved to
+                self.unchanged.check()
             self.gradient.add(self.buckets)  # on a rank without a gradient in this round too
             op = self.weights.op
             with labelled(f"the end of a backward of step {self.steps}"):
