@@ -136,3 +136,11 @@ def test_a_contender_that_does_not_answer_is_left_out():
         for name in (PLAIN, SHERD):
             assert "no answer of rank 0 within 0.001 s" in str(result.contenders[name].failure)
     assert not measuring._groups
+
+
+def test_a_world_of_one_is_printed_with_its_noise():
+    found = measurement("1-rank", SHALLOW, "fused AdamW", plain=[0.0100, 0.0103], sherd=[0.0104])
+    printed = io.StringIO()
+    Console(width=130, file=printed).print(*tables_of(found))
+    (row,) = [line.replace(" ", "") for line in printed.getvalue().splitlines() if "fused AdamW" in line]
+    assert row.endswith("│10.00ms│10.40ms│0.96x│+400us│300us│<=300us│missed│")
