@@ -11,6 +11,7 @@ from torch import nn
 import sherd
 from sherd import CommOptions, comm
 from sherd.api.training import training_of
+from sherd.engine.buckets.exchange import READ_IN_PLACE
 from sherd.engine.buckets.ring import SLOTS
 
 ITEMSIZE = 4
@@ -161,6 +162,28 @@ def test_the_ring_is_a_few_buckets_where_gradients_are_sharded(ranks, strategy):
     slots = 0 if strategy == "zero1" else SLOTS  # zero1 reduces gradients where they lie
     for found in by_rank:
         assert found[strategy][0]["buckets"] <= slots * SMALL_BUCKETS
+
+
+def kept_for_reductions():
+    """For each reduction of a backward, whether it keeps a part of a contribution, and so all of it."""
+    kept = []
+    with comm.connect(CommOptions(transport="host")) as c:
+        model, _ = distributed(c, "zero2", stack(), PIECES["bucket_bytes"])
+        reduce = c.reduce_scatter
+
+        def noted(*tensors, own=None, **options):
+            kept.append(own is not None)
+            return reduce(*tensors, own=own, **options)
+
+        c.reduce_scatter = noted
+        model(torch.ones(1, WIDTH)).sum().backward()
+    return kept
+
+
+@pytest.mark.parametrize("world", [READ_IN_PLACE, READ_IN_PLACE + 1])
+def test_on_many_ranks_a_contribution_is_free_once_it_is_in_its_slots(ranks, world):
+    for kept in ranks(world).run(kept_for_reductions):
+        assert kept and any(kept) == (world <= READ_IN_PLACE)
 
 
 def test_memory_hardly_grows_with_the_ranks(ranks):
