@@ -11,6 +11,7 @@ from torch import nn
 import sherd
 from sherd import CommOptions, comm
 from sherd.api.training import training_of
+from sherd.engine.buckets.exchange import READ_IN_PLACE
 from sherd.engine.buckets.ring import SLOTS
 
 ITEMSIZE = 4
@@ -172,6 +173,28 @@ def test_the_ring_of_a_small_model_is_at_most_2_mb(ranks):
     for found in ranks(2).run(held, ("zero2",), 1 << 25):
         kinds, numel = found["zero2"]
         within_5_percent(kinds["buckets"], ITEMSIZE * numel)
+
+
+def kept_for_reductions():
+    """For each reduction of a backward, whether it keeps a part of a contribution, and so all of it."""
+    kept = []
+    with comm.connect(CommOptions(transport="host")) as c:
+        model, _ = distributed(c, "zero2", stack(), PIECES["bucket_bytes"])
+        reduce = c.reduce_scatter
+
+        def noted(*tensors, own=None, **options):
+            kept.append(own is not None)
+            return reduce(*tensors, own=own, **options)
+
+        c.reduce_scatter = noted
+        model(torch.ones(1, WIDTH)).sum().backward()
+    return kept
+
+
+@pytest.mark.parametrize("world", [READ_IN_PLACE, READ_IN_PLACE + 1])
+def test_on_many_ranks_a_contribution_is_free_once_it_is_in_its_slots(ranks, world):
+    for kept in ranks(world).run(kept_for_reductions):
+        assert kept and any(kept) == (world <= READ_IN_PLACE)
 
 
 def test_memory_hardly_grows_with_the_ranks(ranks):
