@@ -6,7 +6,7 @@ READY_TO_TRAIN := .venv/.ready-to-train
 RANKS ?= auto
 ARGS ?=
 
-.PHONY: help train quick test test-isa lint unit fuzz docs bench-collectives bench-training bench-memory bench-backend bench-cluster bench-edits bench-resnet clean
+.PHONY: help train quick test test-isa lint unit fuzz docs bench-collectives bench-training bench-overhead bench-memory bench-backend bench-cluster bench-edits bench-resnet clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -58,11 +58,14 @@ bench-collectives: $(READY) ## gloo and the host transport, interleaved in one r
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	touch $@
 
-bench-training: .venv/.bench ## sherd and its peers on one GPT, interleaved in one run
-	$(BIN)/python -m benchmarks.training
+bench-training: .venv/.bench ## sherd and its peers on one GPT with default and fused AdamW, interleaved in one run
+	$(BIN)/python -m benchmarks.training $(ARGS)
 
-bench-memory: .venv/.bench ## host memory per parameter, one contender after the other
-	$(BIN)/python -m benchmarks.training --memory
+bench-overhead: $(READY) ## small models at 1, 2 and 4 ranks against torch DDP and the plain loop: 14 minutes on two cores
+	$(BIN)/python -m benchmarks.overhead $(ARGS)
+
+bench-memory: $(READY) ## host memory at 2, 4 and 8 ranks against what one plain process takes; needs 4 GB
+	$(BIN)/python -m benchmarks.training --memory $(ARGS)
 
 bench-backend: $(READY) ## torch's DDP and FSDP2 over the sherd backend and over gloo
 	$(BIN)/python -m benchmarks.backend

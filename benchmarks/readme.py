@@ -31,14 +31,18 @@ Words = Mapping[str, str]
 
 
 def training(runs: Sequence[Results], words: Words) -> str:
-    run = runs[0]
+    return "\n\n".join(training_run(run, words) for run in runs)
+
+
+def training_run(run: Results, words: Words) -> str:
     results = run["results"]
     columns = {
         words[workload]: {name: median(one) for name, one in trained(by).items()} for workload, by in results.items()
     }
     columns[words["bytes"]] = {name: one["bytes_per_parameter"] for name, one in trained(results["A"]).items()}
     forms = [milliseconds] * len(results) + ["{:.1f}".format]
-    caption = words["training"].format(size=size_of(run), ranks=run["ranks"], machine=machine("training", run, words))
+    words_of_it = words["fused" if run.get("optimizer") == "fused" else "training"]
+    caption = words_of_it.format(size=size_of(run), ranks=run["ranks"], machine=machine("training", run, words))
     return f"{caption}\n\n{table(columns, forms, words)}"
 
 

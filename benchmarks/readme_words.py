@@ -26,6 +26,7 @@ WORDS: dict[str, dict[str, str]] = {
         "all-cores": "one process on all cores",
         "machine": "a machine with {cores} cores",
         "training": "A GPT of {size} parameters, fp32 AdamW, {ranks} ranks on {machine} (`make bench-training`):",
+        "fused": "The same with fused AdamW, {ranks} ranks:",
         "memory": "The same memory at {size} parameters (`make bench-memory`):",
         "cluster": "{hosts} hosts of {ranks} ranks with a link of {megabits} Mbit/s between them, played by {machine} "
         "(`make bench-cluster`):",
@@ -54,6 +55,7 @@ WORDS: dict[str, dict[str, str]] = {
         "all-cores": "使用全部核心的单进程",
         "machine": "一台 {cores} 核的机器",
         "training": "{size} 参数的 GPT，fp32 AdamW，{machine}上 {ranks} 个 rank（`make bench-training`）：",
+        "fused": "同上，使用 fused AdamW，{ranks} 个 rank：",
         "memory": "{size} 参数时的同一项内存（`make bench-memory`）：",
         "cluster": "{hosts} 台主机、每台 {ranks} 个 rank，之间的链路为 {megabits} Mbit/s，由{machine}模拟"
         "（`make bench-cluster`）：",

@@ -5,17 +5,24 @@ Each round gives every group one turn for each workload, in a new order, so that
 all of them alike; how much that was stands below each table. A turn's first step is not counted; in it the memory is
 weighed. A step takes as long as its slowest rank; reported is the median over all rounds.
 
-`unconnected` are as many processes as the others have ranks, with no communication: the limit of this machine. `single
-process` trains on the data of all ranks with as many threads as the others have ranks. Everybody else uses one thread
-for each rank, and sees the same data in the same order from the same first weights, so the losses should agree: each
-is the mean of the workload's last turn over steps and ranks. Those of `unconnected` are of separate models.
+`no communication` are as many processes as the others have ranks, without any: the limit of this machine. `one
+process, all cores` is what a user would do instead on one machine: it trains on the data of all ranks, with a thread
+for each core. Everybody else uses one thread for each rank, and sees the same data in the same order from the same
+first weights, so the losses should agree: each is the mean of the workload's last turn over steps and ranks. Those of
+`no communication` are of separate models.
+
+All have the same AdamW, in torch's default implementation or fused. The default one is slow, so that those who update
+only a part of the model on each rank gain more by that than communication costs them; `--optimizer both` measures one
+after the other. On two cores with DeepSpeed installed a run of one implementation takes about 8 minutes.
 
 Memory is the proportional set size (PSS) of all ranks together, without pages of files:
 the peak during steps, less what the ranks had before the model was built, with everything imported, the process group
 up and a step of a tiny model done, since torch loads much at its first step. The model's parameters count.
 
 `--memory` measures memory alone, one contender after the other with no other group alive, at 98 M parameters and one
-sequence of 32 tokens on each rank; it samples throughout all steps.
+sequence of 32 tokens on each rank; it samples throughout all steps. It begins with one plain process: ranks should need
+16 bytes per parameter together, and each what a plain process takes beyond its own 16, everything counted. It takes
+about 3 minutes.
 """
 
 from __future__ import annotations
@@ -39,11 +46,13 @@ import torch
 from rich.console import Console, RenderableType
 
 from benchmarks.gpt import SIZES
-from benchmarks.training_contenders import CONTENDERS, chosen, of_training
-from benchmarks.training_group import Group, GroupFailed
+from benchmarks.processes import GroupFailed
+from benchmarks.training_contenders import CONTENDERS, OPTIMIZERS, chosen, of_training
+from benchmarks.training_group import Group
+from benchmarks.training_memory import OURS, memory_report, weigh, weigh_plain
 from benchmarks.training_place import Place
 from benchmarks.training_rank import Train
-from benchmarks.training_report import Measured, Weighed, memory_report, training_report
+from benchmarks.training_report import TARGETS, Measured, training_report
 
 WORKLOADS = {"A": (2, 128), "B": (1, 32)}  # sequences and tokens of each rank
 RESULTS = Path(__file__).parent / "results"
@@ -58,6 +67,7 @@ class Run:
     timeout: float
     console: Console
     place: Place | None = None  # of the ranks, if not this machine
+    optimizer: str = "default"
     groups: dict[str, Group] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     details: dict[str, str] = field(default_factory=dict)
@@ -67,7 +77,7 @@ class Run:
             self.failures[name] = missing
             return None
         self.console.print(f"starting {CONTENDERS[name].title} ...")
-        group = stack.enter_context(Group(name, self.ranks, self.size, self.timeout, self.place))
+        group = stack.enter_context(Group(name, self.ranks, self.size, self.timeout, self.place, self.optimizer))
         self.groups[name] = group
         try:
             group.start()
@@ -118,35 +128,17 @@ def _turn(group: Group, shape: tuple[int, int], steps: int, measured: Measured) 
     measured.bytes_per_parameter = max(measured.bytes_per_parameter, grown)
 
 
-def weigh(run: Run, names: list[str], steps: int) -> dict[str, Weighed]:
-    weighed = {}
-    for name in names:
-        with ExitStack() as stack:
-            group = run.start(name, stack)
-            if group is not None:
-                try:
-                    peak = group.train_weighed(Train(*WORKLOADS["B"], steps=steps))
-                    weighed[name] = Weighed(
-                        parameters=group.parameters,
-                        built=(group.bytes_built - group.bytes_joined) / group.parameters,
-                        peak=(peak - group.bytes_joined) / group.parameters,
-                    )
-                except GroupFailed as failure:
-                    run.drop(name, failure)
-        if name in run.failures:
-            weighed[name] = Weighed(failure=run.failures[name])
-    return weighed
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", help="default: 2; with --memory: 2 4")
+    parser.add_argument("--ranks", type=int, nargs="+", help="default: 2; with --memory: 2 4 8")
     parser.add_argument("--size", choices=SIZES, help="default: 33.7m; with --memory: 98m")
+    parser.add_argument("--optimizer", choices=[*OPTIMIZERS, "both"], help="of torch's AdamW (default: both)")
+    parser.add_argument("--workloads", choices=WORKLOADS, nargs="+", help="default: A B; A alone for fused AdamW")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="counted steps of a turn; all steps with --memory")
     parser.add_argument("--only", help="contenders by comma; the beginning of several names stands for all of them")
     parser.add_argument("--list", action="store_true", help="name the contenders and stop")
-    parser.add_argument("--memory", action="store_true", help="measure memory alone")
+    parser.add_argument("--memory", action="store_true", help=f"measure memory alone, by default of {', '.join(OURS)}")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a group has for an answer (default: 300)")
     parser.add_argument("--no-save", action="store_true", help=f"write nothing to {RESULTS.name}/")
     arguments = parser.parse_args()
@@ -155,27 +147,48 @@ def main() -> None:
             print(f"{name:14}{contender.missing or contender.title}")
         return
     try:
-        names = chosen(arguments.only.split(",")) if arguments.only else of_training()
+        names = chosen(arguments.only.split(",")) if arguments.only else None
     except ValueError as error:
         parser.error(str(error))
     end_ranks_when_stopped()
     console = Console(width=130, highlight=False)
-    tables: list[RenderableType] = []
-    saved = []
-    size = arguments.size or ("98m" if arguments.memory else "33.7m")
-    for ranks in arguments.ranks or ([2, 4] if arguments.memory else [2]):
-        run = Run(ranks, size, arguments.timeout, console)
-        data: dict[str, object]
-        if arguments.memory:
-            weighed = weigh(run, names, arguments.steps)
-            tables += memory_report(ranks, size, weighed)
-            data = {name: asdict(one) for name, one in weighed.items()}
-        else:
-            measured = interleave(run, names, arguments.rounds, arguments.steps)
-            tables += training_report(ranks, size, measured, WORKLOADS)
-            data = {w: {name: asdict(one) for name, one in by.items()} for w, by in measured.items()}
-        saved.append({"ranks": ranks, "size": size, "results": data, "failures": run.details})
+    measure = measure_memory if arguments.memory else measure_speed
+    tables, saved = measure(arguments, names, console)
     publish("training_memory" if arguments.memory else "training", tables, saved, console, not arguments.no_save)
+
+
+def measure_speed(arguments: Any, names: list[str] | None, console: Console) -> tuple[list[RenderableType], list[Any]]:
+    size = arguments.size or "33.7m"
+    chosen_ones = arguments.optimizer or "both"
+    tables: list[RenderableType] = []
+    saved: list[Any] = []
+    for ranks in arguments.ranks or [2]:
+        for optimizer in OPTIMIZERS if chosen_ones == "both" else [chosen_ones]:
+            run = Run(ranks, size, arguments.timeout, console, optimizer=optimizer)
+            default = WORKLOADS if optimizer == "default" else ["A"]
+            workloads = {name: WORKLOADS[name] for name in arguments.workloads or default}
+            measured = interleave(run, names or of_training(), arguments.rounds, arguments.steps, workloads)
+            tables += training_report(ranks, size, measured, workloads, TARGETS[optimizer], optimizer)
+            data = {w: {name: asdict(one) for name, one in by.items()} for w, by in measured.items()}
+            found = {"ranks": ranks, "size": size, "optimizer": optimizer, "results": data, "failures": run.details}
+            saved.append(found)
+    return tables, saved
+
+
+def measure_memory(arguments: Any, names: list[str] | None, console: Console) -> tuple[list[RenderableType], list[Any]]:
+    size, shape = arguments.size or "98m", WORKLOADS["B"]
+    optimizer = arguments.optimizer if arguments.optimizer in OPTIMIZERS else "default"
+    plain = weigh_plain(Run(1, size, arguments.timeout, console, optimizer=optimizer), shape, arguments.steps)
+    tables: list[RenderableType] = []
+    saved: list[Any] = []
+    for ranks in arguments.ranks or [2, 4, 8]:
+        run = Run(ranks, size, arguments.timeout, console, optimizer=optimizer)
+        weighed = weigh(run, names or list(OURS), shape, arguments.steps)
+        tables += memory_report(ranks, size, shape, weighed, plain)
+        data = {name: asdict(one) for name, one in weighed.items()}
+        found = {"ranks": ranks, "size": size, "optimizer": optimizer, "plain": asdict(plain), "results": data}
+        saved.append(found | {"failures": run.details})
+    return tables, saved
 
 
 def publish(name: str, tables: list[RenderableType], saved: Any, console: Console, save: bool) -> None:

@@ -1,6 +1,7 @@
 """Who takes part in the training benchmark: each contender is one function from a model to a training step.
 
-All use `torch.optim.AdamW(lr=3e-4)` in its default implementation, and otherwise their own defaults.
+All use the same `torch.optim.AdamW(lr=3e-4)`, in its default or its fused implementation, and otherwise their own
+defaults.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,27 +27,29 @@ from benchmarks.gpt import Gpt, cross_entropy
 RATE = 3e-4
 CORES = len(os.sched_getaffinity(0))
 Step = Callable[[Tensor, Tensor], Tensor]  # a batch in, its loss out; the model was updated
+Options = Mapping[str, Any]  # of AdamW
+OPTIMIZERS: dict[str, Options] = {"default": {"lr": RATE}, "fused": {"lr": RATE, "fused": True}}
 
 
-def _alone(model: Gpt) -> Step:
-    return _loop(model, AdamW(model.parameters(), lr=RATE))
+def _alone(model: Gpt, options: Options) -> Step:
+    return _loop(model, AdamW(model.parameters(), **options))
 
 
-def _torch_ddp(model: Gpt) -> Step:
-    return _loop(DistributedDataParallel(model), AdamW(model.parameters(), lr=RATE))
+def _torch_ddp(model: Gpt, options: Options) -> Step:
+    return _loop(DistributedDataParallel(model), AdamW(model.parameters(), **options))
 
 
-def _torch_zero(model: Gpt) -> Step:
+def _torch_zero(model: Gpt, options: Options) -> Step:
     wrapped = DistributedDataParallel(model)
-    return _loop(wrapped, ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=RATE))
+    return _loop(wrapped, ZeroRedundancyOptimizer(model.parameters(), AdamW, **options))
 
 
-def _fsdp2(model: Gpt) -> Step:
+def _fsdp2(model: Gpt, options: Options) -> Step:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return _loop(model, AdamW(model.parameters(), lr=RATE))
+    return _loop(model, AdamW(model.parameters(), **options))
 
 
 def _loop(forward: nn.Module, optimizer: Optimizer) -> Step:
@@ -60,7 +63,7 @@ def _loop(forward: nn.Module, optimizer: Optimizer) -> Step:
     return step
 
 
-def _deepspeed(model: Gpt, *, stage: int) -> Step:
+def _deepspeed(model: Gpt, options: Options, *, stage: int) -> Step:
     config = {
         "train_micro_batch_size_per_gpu": 1,  # it has to be there; nothing checks it against the batches that come
         "gradient_clipping": 0.0,  # its default is 1.0, and nobody else clips
@@ -69,7 +72,7 @@ def _deepspeed(model: Gpt, *, stage: int) -> Step:
         "zero_allow_untested_optimizer": True,
     }
     deepspeed: Any = importlib.import_module("deepspeed")
-    engine, *_ = deepspeed.initialize(model=model, optimizer=AdamW(model.parameters(), lr=RATE), config=config)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=AdamW(model.parameters(), **options), config=config)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = cross_entropy(engine(x), y)
@@ -80,9 +83,9 @@ def _deepspeed(model: Gpt, *, stage: int) -> Step:
     return step
 
 
-def _sherd(model: Gpt, *, strategy: str) -> Step:
+def _sherd(model: Gpt, options: Options, *, strategy: str) -> Step:
     sherd: Any = importlib.import_module("sherd")
-    model, optimizer = sherd.distribute(model, AdamW(model.parameters(), lr=RATE), strategy=strategy)
+    model, optimizer = sherd.distribute(model, AdamW(model.parameters(), **options), strategy=strategy)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = model.loss(x, y)
@@ -97,11 +100,11 @@ def _sherd(model: Gpt, *, strategy: str) -> Step:
 @dataclass(frozen=True)
 class Contender:
     title: str
-    build: Callable[[Gpt], Step]
+    build: Callable[[Gpt, Options], Step]
     connected: bool = True  # its ranks have a process group
     backend: str = "gloo"  # of that group
-    whole: bool = False  # one process trains on what all ranks of the others see, with as many threads
-    threads: int | None = None  # or with so many
+    whole: bool = False  # one process trains on what all ranks of the others see
+    threads: int = 1
     package: str = "torch"  # imported before its memory is counted
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -109,7 +112,7 @@ class Contender:
     def missing(self) -> str | None:
         """Why it cannot take part here."""
         if importlib.util.find_spec(self.package) is None:
-            return f"skipped: {self.package} is not installed, the extra `bench` has it"
+            return "not installed: extra `bench`"
         return None
 
 
@@ -123,10 +126,9 @@ def _of_sherd(strategy: str) -> Contender:
 
 
 CONTENDERS = {
-    "single": Contender("single process", _alone, connected=False, whole=True),
-    "one-core": Contender("one process, one core", _alone, connected=False, whole=True, threads=1),
+    "one-core": Contender("one process, one core", _alone, connected=False, whole=True),
     "all-cores": Contender("one process, all cores", _alone, connected=False, whole=True, threads=CORES),
-    "unconnected": Contender("unconnected (the limit)", _alone, connected=False),
+    "unconnected": Contender("no communication", _alone, connected=False),
     "torch-ddp": Contender("torch DDP", _torch_ddp),
     "torch-zero": Contender("torch ZeroRedundancy", _torch_zero),
     "fsdp2": Contender("torch FSDP2", _fsdp2),
@@ -155,4 +157,4 @@ def chosen(names: Iterable[str]) -> list[str]:
 
 def of_training() -> list[str]:
     """All but those that `benchmarks.backend` and `benchmarks.resnet` have for themselves."""
-    return [key for key, contender in CONTENDERS.items() if contender.backend == "gloo" and contender.threads is None]
+    return [key for key, contender in CONTENDERS.items() if contender.backend == "gloo" and key != "one-core"]

@@ -1,200 +1,55 @@
-"""The processes of one contender, seen from the controller: start them, give them turns, weigh them, end them."""
+"""The ranks of one contender of the training benchmark: they join, build and train; their memory is weighed between."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any
-
+from benchmarks.processes import Processes
 from benchmarks.training_contenders import CONTENDERS
 from benchmarks.training_place import Place, ThisMachine
-from benchmarks.training_rank import Build, Command, Failed, Join, Train, Trained
-
-ROOT = Path(__file__).parents[1]
-START = "from benchmarks.training_rank import main; main()"  # not -m: both sides must know the messages by one name
-SAMPLE_EVERY = 0.02
-LONGEST_GOODBYE = 10.0
+from benchmarks.training_rank import Build, Join, Train, Trained
 
 
-class GroupFailed(Exception):
-    """A contender cannot go on: the few words for its row, and all that is known."""
-
-    def __init__(self, reason: str, details: str = "") -> None:
-        super().__init__(reason)
-        self.details = details
-
-
-class Group:
+class Group(Processes):
     """The ranks of one contender. A context manager: at its end no process of it is left."""
 
-    def __init__(self, name: str, ranks: int, size: str, timeout: float, place: Place | None = None) -> None:
-        self.name, self.size, self.timeout = name, size, timeout
+    def __init__(
+        self,
+        name: str,
+        ranks: int,
+        size: str,
+        timeout: float,
+        place: Place | None = None,
+        optimizer: str = "default",
+    ) -> None:
+        super().__init__("benchmarks.training_rank", timeout)
+        self.name, self.ranks, self.size, self.optimizer = name, ranks, size, optimizer
         self.place = place or ThisMachine()
         self.contender = CONTENDERS[name]
-        self.ranks = ranks
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.pipes: list[Connection] = []
-        self.output = tempfile.TemporaryFile()  # noqa: SIM115
         self.parameters = 0
-        self.disturbance = 0.0
         self.bytes_joined = self.bytes_built = self.bytes_peak = 0
-
-    def __enter__(self) -> Group:
-        return self
-
-    def __exit__(self, error: object, *_: object) -> None:
-        if error is None:
-            self.end()
-        else:
-            self.kill()  # nobody waits for goodbyes after Ctrl-C
 
     def start(self) -> None:
         """Processes, then process group, then model; the memory is weighed between these."""
         for variables in self.place.meeting_point(1 if self.contender.whole else self.ranks):
-            self._start(variables)
-        ranks = range(len(self.pipes))
-        self._ask([Join(self.name, rank, self.ranks, self.place.host_of(rank), self.size) for rank in ranks])
+            self.start_process(variables | self.contender.environment, self.contender.threads)
+        self.ask(
+            [
+                Join(self.name, rank, self.ranks, self.place.host_of(rank), self.size, self.optimizer)
+                for rank in range(len(self.pipes))
+            ]
+        )
         self.bytes_joined = self.weigh()
-        self.parameters = self._ask_all(Build(self.size))[0]
+        self.parameters = self.ask_all(Build(self.size))[0]
         self.bytes_built = self.weigh()
 
     def train(self, command: Train) -> list[Trained]:
-        """Some steps that count. `disturbance` says which part of the machine other processes had meanwhile."""
-        start, busy, own = time.monotonic(), _busy_seconds(), self._cpu_seconds()
-        trained = self._ask_all(command)
-        cores = (time.monotonic() - start) * (os.cpu_count() or 1)
-        self.disturbance = max(0.0, (_busy_seconds() - busy) - (self._cpu_seconds() - own)) / cores
-        return trained
+        """Some steps that count."""
+        return self.ask_watched([command] * len(self.pipes))
 
     def train_weighed(self, command: Train) -> int:
         """Some steps whose time does not count, because weighing takes time of its own. Returns the peak."""
         self.bytes_peak = 0
-        self._ask_all(command, self._note_peak)
+        self.ask_all(command, self._note_peak)
         return self.bytes_peak
-
-    def weigh(self) -> int:
-        """Proportional bytes of all ranks, without the pages of files.
-
-        Every page is divided by the number of processes that have it, so what ranks share counts once. Pages of
-        files are the code of libraries: how much of it a rank is charged depends on who else has torch loaded.
-        """
-        return sum(_proportional_bytes(process.pid) for process in self.processes)
-
-    def end(self) -> None:
-        """Ask, then kill. Each rank leads a session of its own, so that what it may have started goes with it."""
-        for pipe in self.pipes:
-            with suppress(OSError):  # it may be gone already
-                pipe.send(None)
-        deadline = time.monotonic() + LONGEST_GOODBYE
-        try:
-            with suppress(subprocess.TimeoutExpired):
-                for process in self.processes:
-                    process.wait(max(0.0, deadline - time.monotonic()))
-        finally:
-            self.kill()
-
-    def kill(self) -> None:
-        for process in self.processes:
-            if process.returncode is None:  # not waited for, so the number is still its own
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        for process in self.processes:
-            process.wait()
-        for pipe in self.pipes:
-            pipe.close()
-        self.output.close()
-        self.processes, self.pipes = [], []
-
-    def _start(self, variables: dict[str, str]) -> None:
-        here, there = Pipe()
-        own = self.contender.threads or (self.ranks if self.contender.whole else 1)
-        threads = {"OMP_NUM_THREADS": str(own)}
-        environment = os.environ | threads | variables | self.contender.environment
-        self.pipes.append(here)
-        self.processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", START, str(there.fileno())],
-                env=environment,
-                cwd=ROOT,
-                pass_fds=[there.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=self.output,
-                stderr=self.output,
-                start_new_session=True,  # Ctrl-C reaches the controller alone, which then ends its ranks
-            )
-        )
-        there.close()
-
-    def _ask_all(self, command: Command, meanwhile: Callable[[], None] | None = None) -> list[Any]:
-        return self._ask([command] * len(self.pipes), meanwhile)
-
-    def _ask(self, commands: list[Any], meanwhile: Callable[[], None] | None = None) -> list[Any]:
-        """One answer per rank."""
-        for pipe, command in zip(self.pipes, commands, strict=True):
-            with suppress(OSError):  # a rank is gone: reading tells which one and why
-                pipe.send(command)
-        answers: dict[int, Any] = {}
-        deadline = time.monotonic() + self.timeout
-        while len(answers) < len(self.pipes):
-            if time.monotonic() > deadline:
-                late = [str(rank) for rank in range(len(self.pipes)) if rank not in answers]
-                raise GroupFailed(f"no answer of rank {', '.join(late)} within {self.timeout:g} s", self._tail())
-            pending = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
-            for ready in wait(pending, SAMPLE_EVERY if meanwhile else 1.0):
-                rank = self.pipes.index(ready)  # type: ignore[arg-type]
-                answers[rank] = self._answer(rank)
-            if meanwhile:
-                meanwhile()
-        return [answers[rank] for rank in range(len(self.pipes))]
-
-    def _answer(self, rank: int) -> Any:
-        try:
-            answer = self.pipes[rank].recv()
-        except (EOFError, OSError):
-            code = self.processes[rank].wait()
-            raise GroupFailed(f"rank {rank} died: exit code {code}", self._tail()) from None
-        if isinstance(answer, Failed):
-            raise GroupFailed(answer.reason, answer.details)
-        return answer
-
-    def _cpu_seconds(self) -> float:
-        return sum(_cpu_seconds(process.pid) for process in self.processes)
 
     def _note_peak(self) -> None:
         self.bytes_peak = max(self.bytes_peak, self.weigh())
-
-    def _tail(self) -> str:
-        self.output.seek(0)
-        return self.output.read().decode(errors="replace")[-4000:]
-
-
-def _proportional_bytes(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0  # it has just died, which the next answer tells
-    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
-
-
-def _cpu_seconds(pid: int) -> float:
-    """Of all threads of a process, the ended ones too."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _busy_seconds() -> float:
-    """Of all cores, by anybody; what a hypervisor took away counts too."""
-    user, nice, system, _, _, _, _, stolen, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
-    return (user + nice + system + stolen) / os.sysconf("SC_CLK_TCK")

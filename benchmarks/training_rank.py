@@ -1,18 +1,12 @@
 """One rank of one contender: it builds a model when told to, and then trains as many steps as it is told.
 
-It is started by `training_group` with the number of its pipe as the only argument. Between two commands it sleeps,
-blocked on that pipe.
+`training_group` starts it and `serving` connects it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
-import os
-import signal
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,12 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gpt import ALPHABET, SIZES, Gpt, Size, batch
-from benchmarks.training_contenders import CONTENDERS, Step
+from benchmarks.serving import serve
+from benchmarks.training_contenders import CONTENDERS, OPTIMIZERS, Step
 
 if TYPE_CHECKING:
     from sherd.testing import Host
-
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -41,6 +34,7 @@ class Join:
     ranks: int  # as many as the other contenders have: a single process takes the data of all
     host: Host | None  # where it is to be, if not here
     size: str  # of the model that it will build
+    optimizer: str  # a key of OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -65,18 +59,10 @@ class Trained:
     losses: list[float]
 
 
-@dataclass(frozen=True)
-class Failed:
-    reason: str
-    details: str
-
-
-Command = Join | Build | Train
-
-
 class Rank:
     def __init__(self, join: Join) -> None:
         self.contender = CONTENDERS[join.contender]
+        self.options = OPTIMIZERS[join.optimizer]
         self.sees = range(join.ranks) if self.contender.whole else (join.rank,)
         self.steps = 0
         self.step: Step
@@ -97,7 +83,7 @@ class Rank:
         if self.images is not None:
             self.batch = self.images.batch
         parameters: int = sum(p.numel() for p in model.parameters())
-        self.step = self.contender.build(model)
+        self.step = self.contender.build(model, self.options)
         return parameters
 
     def train(self, command: Train) -> Trained:
@@ -132,18 +118,4 @@ def obey(pipe: Connection) -> None:
 
 
 def main() -> None:
-    # Whatever happens to the controller, even kill -9, no rank stays behind.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    pipe = Connection(int(sys.argv[1]))
-    try:
-        obey(pipe)
-    except EOFError:
-        pass  # the controller is gone
-    except BaseException as error:
-        traceback.print_exc()
-        reason = str(error).strip().splitlines() or [""]
-        pipe.send(Failed(f"{type(error).__name__}: {reason[0]}", traceback.format_exc()))
-    # Not through the interpreter's end: the threads of a broken process group can keep it from coming to one.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    serve(obey)

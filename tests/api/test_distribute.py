@@ -358,6 +358,9 @@ def test_describe_says_strategy_ranks_transport_bytes_and_buckets(ranks, transpo
             assert f"strategy   {strategy}" in text
             assert f"ranks      2 over {transport}" in text
             assert "152 trainable elements in 4 parameters" in text
+            owned = text.partition("of these, what each rank owns")[2]
+            _, total, _ = re.search(r"^  parameters +([\d,]+) +([\d,]+) +([\d.]+)$", owned, re.M).groups()
+            assert total == "608", (strategy, owned)  # 152 elements, wherever they are
             for kind in ("parameters", "gradients", "buckets", "optimizer state"):
                 mine, total, _ = re.search(rf"^  {kind} +([\d,]+) +([\d,]+) +([\d.]+)$", text, re.M).groups()
                 assert int(mine.replace(",", "")) <= int(total.replace(",", "")) < 300_000, (strategy, kind)

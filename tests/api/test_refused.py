@@ -186,7 +186,7 @@ def failing(place, name, error, after):
 
 POINTS = [
     (Engine, "__init__"),
-    (assembly, "_updater"),
+    (assembly, "updater_for"),
     (apply.optimizer_object, "install"),
     (apply, "enrol"),
     (apply, "share_statistics"),
@@ -284,7 +284,7 @@ def one_rank_fails():
     objects, rank = Objects(0), int(os.environ["RANK"])
     began = time.monotonic()
     if rank:
-        with failing(assembly, "_updater", MemoryError("too little"), after=False), pytest.raises(MemoryError):
+        with failing(assembly, "updater_for", MemoryError("too little"), after=False), pytest.raises(MemoryError):
             sherd.distribute(*objects.all)
     else:
         with pytest.raises(SherdError, match="failed on rank 1, and therefore on all ranks: MemoryError: too little"):

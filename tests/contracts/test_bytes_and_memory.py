@@ -163,9 +163,20 @@ def test_the_ring_is_a_few_buckets_where_gradients_are_sharded(ranks, strategy):
         assert found[strategy][0]["buckets"] <= slots * SMALL_BUCKETS
 
 
+def test_the_ring_of_a_small_model_is_at_most_2_mb(ranks):
+    """By default, on each rank: four slots of 512 KB, or one that holds the whole gradient of a tiny model."""
+    for found in ranks(2).run(held, ("zero2",), None):
+        kinds, numel = found["zero2"]
+        assert ITEMSIZE * numel / 8 < 512 << 10
+        assert kinds["buckets"] == SLOTS * (512 << 10)
+    for found in ranks(2).run(held, ("zero2",), 1 << 25):
+        kinds, numel = found["zero2"]
+        within_5_percent(kinds["buckets"], ITEMSIZE * numel)
+
+
 def test_memory_hardly_grows_with_the_ranks(ranks):
     """A host's bytes do not depend on its ranks but for their buckets, which are small beside a model that is not."""
-    two, four = (ranks(world).run(held, ("zero1", "zero2", "zero3"), None) for world in (2, 4))
+    two, four = (ranks(world).run(held, ("zero1", "zero2", "zero3"), SMALL_BUCKETS) for world in (2, 4))
     for strategy in ("zero2", "zero3"):
         before, after = (sum(on_the_host(by_rank, strategy)[0].values()) for by_rank in (two, four))
         assert before <= after <= 1.05 * before, (strategy, after / before)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+
 from sherd.api.training import Training
+from sherd.engine.contents import Role, pieces
 from sherd.engine.policy import AccumulateAt, Owns
 
 
@@ -12,8 +15,11 @@ def described(training: Training) -> str:
     layout, comm, policy = engine.layout, engine.comm, engine.policy
     mine, coming = training.memory(), training.coming_state_bytes()
     mine["optimizer state"] += coming
+    owned_bytes = {role.value: 0 for role in Role}
+    for piece in pieces(engine):
+        owned_bytes[piece.role.value] += piece.tensor.nbytes
     with comm.counters.agreeing():
-        everybody, added = zip(*comm.all_gather_object((mine, coming)), strict=True)
+        everybody, added, owners = zip(*comm.all_gather_object((mine, coming, owned_bytes)), strict=True)
     largest = max((bucket.numel for bucket in layout.buckets), default=0)
     owned = sum(bucket.slice_numel for bucket in layout.buckets)
     frozen = sum(member.entry.numel for bucket in engine.buckets.frozen for member in bucket.members)
@@ -32,13 +38,17 @@ def described(training: Training) -> str:
         f"buckets    {len(layout.buckets)}, the largest of {largest:,} elements",
         f"{'bytes':<20}{'this rank':>16}{'all ranks':>16}{'per parameter':>16}",
     ]
-    numel = max(layout.numel, 1)
-    for kind, own in mine.items():
-        total = sum(each[kind] for each in everybody)
-        lines.append(f"  {kind:<18}{own:>16,}{total:>16,}{total / numel:>16.2f}")
+    lines += _rows(mine, everybody, layout.numel)
     if any(added):
         lines.append(f"  optimizer state: as it will be after the first step, which adds {sum(added):,} on all ranks")
-    return "\n".join(lines)
+    lines.append("of these, what each rank owns, and writes into checkpoints; without padding and copies:")
+    return "\n".join([*lines, *_rows(owned_bytes, owners, layout.numel)])
+
+
+def _rows(mine: Mapping[str, int], everybody: Sequence[Mapping[str, int]], numel: int) -> Iterator[str]:
+    for kind, own in mine.items():
+        total = sum(each[kind] for each in everybody)
+        yield f"  {kind:<18}{own:>16,}{total:>16,}{total / max(numel, 1):>16.2f}"
 
 
 def _accumulation(training: Training) -> list[str]:

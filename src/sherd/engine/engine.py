@@ -221,8 +221,6 @@ class Engine:
             )
         if self.state is State.BROKEN:
             self.torn.refuse("this backward")
-        if self._looks_in_backward:
-            self.unchanged.check()
         round.refuse_other_hooks(self.inventory.members, self.comm.rank)
         factor = 1.0
         self._stepped = set()
@@ -269,6 +267,8 @@ class Engine:
     def _flush(self) -> None:
         """Reduce what was not reduced yet, and agree with the other ranks on what there is. Collective."""
         try:
+            if self._looks_in_backward:  # not earlier: autograd still needed what a parameter was moved to
+                self.unchanged.check()
             for gradient, its in self._parts():
                 gradient.add(its)  # on a rank without a gradient in this round too
             op = self._op
@@ -471,6 +471,7 @@ class Engine:
             self.own.let_go(self.buckets)
         self.unchanged.accept()
         gradient.steps += 1
+        self._end_step()
 
     def accept_edits(self) -> bool:
         """What was done to the parameters is an update of their optimizer's; whether anything was."""
@@ -478,8 +479,13 @@ class Engine:
         self.unchanged.accept()
         return touched
 
+    def _end_step(self) -> None:
+        if len(self._stepped) == len(self.gradients):  # else others may still step from the same backward
+            self._follow_policy()
+
     def _skip(self, gradient: Gradient) -> None:
         gradient.skipped += 1
+        self._end_step()
         text = (
             f"{gradient.label}: the gradient is not finite on some rank, so no rank takes the step "
             f"({gradient.skipped} skipped so far)"
@@ -532,7 +538,7 @@ class Engine:
             shard.follow(self.buckets)
 
     def _follow_policy(self) -> None:
-        """Take gradients from autograd if they are summed in this step, else leave them in `p.grad`."""
+        """Take gradients from autograd if they are summed in the next step, else leave them in `p.grad`."""
         self.sums = self.policy.sums(max(gradient.calls for gradient in self.gradients))
         if self.sums and not self._hooks:
             self._train(self.buckets.parameters)
@@ -540,6 +546,8 @@ class Engine:
             for handle in self._hooks:
                 handle.remove()
             self._hooks = []
+            for bucket in self.buckets.buckets:
+                bucket.forget()
 
     def _train(self, members: Iterable[TrackedParameter]) -> None:
         """Make room for the gradients of these parameters, and take them from autograd."""

@@ -18,7 +18,8 @@ from sherd import CommOptions
 from sherd.comm import calls
 from sherd.comm.codec import Cast
 from sherd.comm.host import futex
-from sherd.comm.host.board import Board, State, progress, spins_pay
+from sherd.comm.host.board import Board, State, progress
+from sherd.comm.host.cores import cores, spins_pay
 from sherd.comm.host.joining import rendezvous
 from sherd.comm.host.joining.rendezvous import meet
 from sherd.comm.host.joining.support import unsupported_reason
@@ -110,6 +111,44 @@ def test_a_chunk_is_free_again_when_everybody_has_read_it():
     assert ring.free_after() == progress(1, 1)
     boards[1].raise_flag(boards[1].done[1], progress(1, 1))
     assert ring.free_after() == 0
+
+
+@pytest.mark.parametrize("flags", ["posted", "done"])
+def test_a_sleeper_is_woken_once_by_whoever_raises_the_last_flag_it_needs(flags):
+    memory = block(Board.nbytes(4))
+    boards = [Board(memory, r, 4) for r in range(4)]
+    mine, words = getattr(boards[2], flags), boards[0].words
+    needed = [mine[r] for r in (0, 1, 3)]
+    bed = boards[0]._sleepers._beds[2]
+    sleeper = threading.Thread(target=boards[2].sleep, args=(needed, progress(7, 1), 60))
+    sleeper.start()
+    while not boards[0]._sleepers.asleep[2]:
+        time.sleep(0.001)
+    other = boards[0].done if flags == "posted" else boards[0].posted
+    for r in (0, 1, 3):
+        boards[r].raise_flag(other[r], progress(9))  # of the other kind
+        boards[r].raise_flag(mine[r], progress(7))  # not far enough
+    for r in (3, 0):
+        boards[r].raise_flag(mine[r], progress(8))
+        assert words[bed] == 0
+    boards[1].raise_flag(mine[1], progress(7, 1))
+    assert words[bed] == 1
+    sleeper.join()
+    boards[2].sleep(needed, progress(7, 1), 60)  # all are there: returns at once
+
+
+def test_a_sleeper_that_waits_for_a_message_is_woken_by_that_alone():
+    memory = block(Board.nbytes(2))
+    boards = [Board(memory, r, 2) for r in range(2)]
+    sleeper = threading.Thread(target=boards[1].sleep, args=((boards[1].sent(0, 1),), progress(1, 1), 60))
+    sleeper.start()
+    while not boards[0]._sleepers.asleep[1]:
+        time.sleep(0.001)
+    boards[0].raise_flag(boards[0].posted[0], progress(5))
+    boards[0].raise_flag(boards[0].taken(1, 0), progress(5))
+    assert boards[0].words[boards[0]._sleepers._beds[1]] == 0
+    boards[0].raise_flag(boards[0].sent(0, 1), progress(1, 1))
+    sleeper.join()
 
 
 def test_the_board_knows_who_writes_each_word_and_what_everyone_did():
@@ -286,12 +325,37 @@ def test_a_killed_sleeper_is_no_problem_for_the_waker():
 
 
 def test_ranks_spin_where_each_has_a_core_unless_others_need_them(monkeypatch):
-    cores = len(os.sched_getaffinity(0))
     monkeypatch.delenv("SHERD_SPIN", raising=False)
-    assert spins_pay(cores)
-    assert not spins_pay(cores + 1)
+    assert spins_pay(cores())
+    assert not spins_pay(cores() + 1)
     monkeypatch.setenv("SHERD_SPIN", "0")
     assert not spins_pay(1)
     monkeypatch.setenv("SHERD_SPIN", "no")
     with pytest.raises(ConfigError, match="SHERD_SPIN='no' must be 0 or 1"):
         spins_pay(1)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000"}, 8),
+        ({"cpu.max": "300000 100000"}, 3),
+        ({"a/b/cpu.max": "max 100000", "a/cpu.max": "250000 100000"}, 2),
+        ({"a/b/cpu.max": "50000 100000"}, 1),
+        ({"elsewhere/cpu.max": "100000 100000"}, 8),
+        ({"cpu.max": "1600000 100000"}, 8),
+        ({"cpu.max": "nonsense"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4),
+    ],
+)
+def test_a_container_may_have_less_time_than_cores(tmp_path, monkeypatch, files, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    root, own = tmp_path / "cgroup", tmp_path / "own"
+    own.write_text("5:cpu:/x\n0::/a/b\n")
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    assert cores(root, own) == expected
+    assert cores(root, tmp_path / "missing") == (expected if not any(n.startswith("a/") for n in files) else 8)

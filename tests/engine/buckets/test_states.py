@@ -16,6 +16,7 @@ from sherd.engine.buckets.ring import Reductions
 from sherd.engine.buckets.tracked import Mode, TrackedParameter
 from sherd.engine.gradients import round
 from sherd.engine.gradients.round import Round
+from sherd.engine.policy import ExchangePolicy
 from sherd.errors import SherdError
 
 pytestmark = pytest.mark.fake
@@ -31,7 +32,9 @@ def members(frozen=(), shapes=SHAPES):
 def packed(frozen=(), kind=SliceExchange, bucket_numel=1024):
     comm, device = SoloCommunicator(), torch.device("cpu")
     buckets = BucketList.pack(members(frozen), 1, 1, bucket_numel)
-    exchange = kind(comm, bucket_numel, device)
+    for bucket in buckets.every:
+        bucket.comm = comm
+    exchange = kind(comm, bucket_numel, device, ExchangePolicy().reduce)
     exchange.take(buckets.buckets)
     reductions = Reductions(comm, exchange, device)
     reductions.fit(buckets.buckets)

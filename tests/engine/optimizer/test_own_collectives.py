@@ -94,7 +94,7 @@ def check(optimizer, strategy, c):
     from sherd.strategies import resolve
 
     chosen = resolve(strategy)
-    check_optimizer(optimizer, chosen.choose(c, torch.device("cpu")), chosen.name)
+    check_optimizer(optimizer, chosen.policy(c, torch.device("cpu")), chosen.name)
 
 
 def test_an_optimizer_that_communicates_is_named_and_nothing_is_sent(ranks):

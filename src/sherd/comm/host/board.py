@@ -11,7 +11,6 @@ at any time what every rank last did.
 
 from __future__ import annotations
 
-import os
 import struct
 import time
 from enum import IntEnum
@@ -20,8 +19,8 @@ from typing import TypeVar
 from sherd.comm.calls import Call, Site
 from sherd.comm.host import futex
 from sherd.comm.host.memory import SharedBlock, round_up
+from sherd.comm.host.sleepers import Sleepers
 from sherd.comm.waiting import faults
-from sherd.config import flag_from_env
 from sherd.errors import CommError, Diverged, PeerLost, TimedOut
 
 E = TypeVar("E", bound=CommError)
@@ -67,10 +66,11 @@ class Board:
         self.posted = [(flags + 128 * r) // 8 for r in range(world)]
         self.done = [(flags + 128 * r + 64) // 8 for r in range(world)]
         self._flags, self._channels = flags, channels
+        self._sleepers = Sleepers(block, sleepers, rank, self.posted, self.done)
+        self._asleep, self._nobody = self._sleepers.asleep, bytes(world)
+        self.sleep = self._sleepers.sleep
         self._states = self.words[states // 8 : states // 8 + world]
         self._all_well = memoryview(bytes(8 * world)).cast("Q")
-        self._sleepers = memoryview(self._memory)[sleepers : sleepers + world]
-        self._nobody = bytes(world)
         self._texts, self._last_words = texts, last_words
         self.headers = [(headers >> 3) + r * HEADERS * HEADER_WORDS for r in range(world)]
         self.stances = [(stances >> 3) + r * _stance_words(world) for r in range(world)]
@@ -104,22 +104,13 @@ class Board:
         return (1 if index == self.sent(self.writer(index), self.rank) else 2), self.writer(index)
 
     def raise_flag(self, index: int, value: int) -> None:
-        """Store one of this rank's own words and wake the ranks that sleep on it."""
+        """Store one of this rank's own words and wake the ranks that waited for it."""
         if not futex.STORES_IN_ORDER:
             futex.fence()
         self.words[index] = value
-        # A sleeper announces itself, then sleeps only if the word is still old. A store that is on its way while the
-        # sleepers are read can at worst miss a wake-up: sleepers look again after a bounded time.
-        if self._sleepers != self._nobody:
-            futex.wake(self._block.address + 8 * index)
-
-    def sleep(self, index: int, seen: int, seconds: float) -> None:
-        """Sleep until the word at `index` is no longer `seen`, for at most `seconds`."""
-        self._sleepers[self.rank] = 1
-        try:
-            futex.wait(self._block.address + 8 * index, seen, seconds)
-        finally:
-            self._sleepers[self.rank] = 0
+        futex.full_barrier()
+        if self._asleep != self._nobody:
+            self._sleepers.wake(index, value)
 
     # ---------------------------------------------------------------- headers
 
@@ -233,15 +224,10 @@ def _offsets(world: int) -> tuple[int, ...]:
         world * 128,
         world * world * 128,
         round_up(world * 8, 64),
-        round_up(world, 64),
+        round_up(Sleepers.nbytes(world), 64),
         world * HEADERS * 8 * HEADER_WORDS,
         world * _TEXTS * _TEXT_BYTES,
         world * _WORDS_BYTES,
         world * 8 * _stance_words(world),
     ]
     return tuple(sum(sizes[:i]) for i in range(len(sizes) + 1))
-
-
-def spins_pay(ranks: int) -> bool:
-    """Spinning helps only while every rank has a core of its own. SHERD_SPIN=0 says that others need the cores."""
-    return ranks <= len(os.sched_getaffinity(0)) and flag_from_env("SHERD_SPIN", True)

@@ -18,7 +18,8 @@ from sherd.comm.calls import Call
 from sherd.comm.closing import CLOSED
 from sherd.comm.codec import Codec, wire_bytes
 from sherd.comm.handle import Handle
-from sherd.comm.host.board import Board, State, spins_pay
+from sherd.comm.host.board import Board, State
+from sherd.comm.host.cores import spins_pay
 from sherd.comm.host.joining.link import Link
 from sherd.comm.host.joining.rendezvous import meet
 from sherd.comm.host.memory import PAGE, Location, SharedBlock, SharedMemory, round_up
@@ -59,10 +60,12 @@ class HostCommunicator(Communicator):
         numbers: Sequence[int] | None = None,
         lock: threading.RLock | None = None,
         check: Callable[[], None] = lambda: None,
+        crowd: int = 0,
     ) -> None:
         """`beside` is a communicator over the same link, whose shared memory and counters this one uses too. In a part
         of a larger communicator, `numbers` are the ranks as errors list them, and `lock` is that communicator's.
-        `check` raises once waiting for the others is pointless, until they have a board to say so."""
+        `check` raises once waiting for the others is pointless, until they have a board to say so. `crowd` is how many
+        ranks this host is known to have, where that is more."""
         rank, world = link.members.index(link.rank), len(link.members)
         super().__init__(rank, world, options)
         self.lock = lock or self.lock
@@ -79,7 +82,8 @@ class HostCommunicator(Communicator):
         self._peers = link.watch(options.timeout, range(world), check)
         numbers = numbers or self._all
         # Not in a part of a larger communicator, whose network thread needs the interpreter.
-        spin = lock is None and spins_pay(world)
+        self._crowd = max(crowd, world)
+        spin = lock is None and spins_pay(self._crowd)
         self._waiter = waiter = Waiter(self._board, self._peers, self.names, numbers, options, spin)
         self._scheduler = Scheduler(self._board, waiter, self.lock)
         self._check = self._scheduler.check
@@ -145,7 +149,7 @@ class HostCommunicator(Communicator):
         if self.rank not in ranks or len(ranks) == 1:
             link.close()
             return SoloCommunicator(self.options) if self.rank in ranks else None
-        return HostCommunicator(link, options)
+        return HostCommunicator(link, options, crowd=self._crowd)
 
     def meet(self, ranks: Sequence[int], options: CommOptions) -> Link:
         """A link among some of these ranks; each rank outside them gets one of its own. Collective."""

@@ -175,7 +175,10 @@ class Scheduler:
             self._step(queue[0])
 
     def move_all(self) -> int:
-        """Do what can be done without waiting; the number of operations that are left."""
+        """Do what can be done without waiting; the number of queues that are not empty: only their heads can move."""
+        left = 0
         for queue in self._queues:
-            self._move(queue)
-        return sum(map(len, self._queues))
+            if queue:
+                self._move(queue)
+                left += bool(queue)
+        return left

@@ -58,7 +58,7 @@ class Waiter:
     ) -> None:
         """Return when every flag in `indices` has reached `target`, which `operation` needs.
 
-        `meanwhile` is called between looks; it returns how many operations are under way, this one included.
+        `meanwhile` is called between looks; it returns how many queues have operations under way, this one included.
         """
         words = self._board.words
         for index in indices:
@@ -69,30 +69,28 @@ class Waiter:
                     break
             else:
                 try:
-                    self._sleep_until(indices, index, target, meanwhile, operation)
+                    self._sleep_until(indices, target, meanwhile, operation)
                 finally:
                     self._stances.leave()
+                return
 
     def _sleep_until(
-        self,
-        indices: Sequence[int],
-        index: int,
-        target: int,
-        meanwhile: Callable[[], int],
-        operation: Operation | None,
+        self, indices: Sequence[int], target: int, meanwhile: Callable[[], int], operation: Operation | None
     ) -> None:
-        words = self._board.words
+        board, words = self._board, self._board.words
         watch = Stopwatch()
         warn_at = self._options.warn_seconds
         circle_at = CIRCLE_EVERY
-        while (seen := words[index]) < target:
-            busy = meanwhile() > 1
-            self._board.sleep(index, seen, LOOK_EVERY_BUSY if busy else LOOK_EVERY)
-            if words[index] >= target:
+        while True:
+            # Nothing behind this operation in its queue can move before it does.
+            busy = meanwhile() > (operation is not None and len(operation.queue) > 0)
+            board.sleep(indices, target, LOOK_EVERY_BUSY if busy else LOOK_EVERY)
+            late = [index for index in indices if words[index] < target]
+            if not late:
                 return
-            missing = [self._board.writer(i) for i in indices if words[i] < target]
+            missing = [board.writer(index) for index in late]
             fault = self._fault(missing)
-            if fault is not None and words[index] < target:
+            if fault is not None and any(words[index] < target for index in late):
                 try:
                     raise fault
                 finally:
@@ -101,7 +99,7 @@ class Waiter:
             if waited > circle_at and self._owner == threading.get_ident() and (made := self.made()) is not None:
                 circle_at = waited + CIRCLE_EVERY
                 # Every time: an operation that was moved on meanwhile may have slept too.
-                kind = self._stances.take(index, target, operation, made(), waited)
+                kind = self._stances.take(late[0], target, operation, made(), waited)
                 # A circle has a message in it: the rank that waits for that reports it.
                 if kind != COLLECTIVE:
                     self._stances.check()

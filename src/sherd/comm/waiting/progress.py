@@ -16,14 +16,14 @@ class Moving(Protocol):
     lock: threading.RLock
 
     def move_all(self) -> int:
-        """Do what can be done without waiting; the number of operations that are left."""
+        """Do what can be done without waiting; how much is left that may move on independently of the rest."""
 
 
 class _Here(threading.local):
     """What this thread uses."""
 
     def __init__(self) -> None:
-        self.members: weakref.WeakSet[Moving] = weakref.WeakSet()
+        self.members: list[weakref.ref[Moving]] = []  # not a WeakSet, which costs more to go through than to move
 
 
 _here = _Here()
@@ -31,14 +31,16 @@ _here = _Here()
 
 def take_part(moving: Moving) -> None:
     """Have this thread's waits move `moving` on, for as long as something else refers to it."""
-    _here.members.add(moving)
+    if all(member() is not moving for member in _here.members):
+        _here.members = [*(member for member in _here.members if member() is not None), weakref.ref(moving)]
 
 
 def move_everything() -> int:
-    """Move on whatever this thread has under way; the number of operations that are left."""
+    """Move on whatever this thread has under way; how much is left that may move on independently of the rest."""
     left = 0
-    for moving in list(_here.members):
-        if moving.lock.acquire(blocking=False):  # else another thread is moving it
+    for member in _here.members:
+        moving = member()
+        if moving is not None and moving.lock.acquire(blocking=False):  # else another thread is moving it
             try:
                 left += moving.move_all()
             finally:

@@ -21,6 +21,7 @@ from sherd.engine.buckets.memory import carve, numel_by_dtype, with_own_storage
 from sherd.layout import slicing
 from sherd.layout.entry import ITEMSIZE, dtype_of
 from sherd.layout.pieces import Piece, cut_by_slice, cut_whole, largest_by_slice, largest_whole
+from sherd.layout.placement import slice_size
 
 if TYPE_CHECKING:
     from sherd.engine.buckets.bucket import Bucket
@@ -92,11 +93,11 @@ class Exchange(ABC):
     sum_in_slot = False
     """Whether the addend of a sum lies in the slot that it was reduced from."""
 
-    def __init__(self, comm: Communicator, slot_numel: int, device: torch.device, reduce: Reduce) -> None:
+    def __init__(self, comm: Communicator, bucket_numel: int, device: torch.device, reduce: Reduce) -> None:
         self._comm = comm
         self._reduce = reduce
         self.rank = comm.rank
-        self._slot_numel = slot_numel
+        self._slot_numel = comm.world * slice_size(bucket_numel, comm.world)  # a full bucket is one piece
         self._device = device
         self.nbytes = 0
         """Bytes allocated for sums, without those allocated because the user's program keeps gradients."""
@@ -149,6 +150,10 @@ class Exchange(ABC):
     def largest(self, described: slicing.Bucket) -> int:
         """Elements of the largest of these pieces."""
         return largest_by_slice(described, self._slot_numel)
+
+    def count(self, described: slicing.Bucket) -> int:
+        """How many pieces there are."""
+        return -(-described.numel // max(self.largest(described), 1))
 
 
 class SliceExchange(Exchange):

@@ -23,18 +23,19 @@ the communicator's memory."""
 
 
 class Ring:
-    """Slots of `nbytes` each, used in turn. On a host they are memory from which peers read in place.
+    """`count` slots of `nbytes` each, used in turn. On a host they are memory from which peers read in place.
 
     They are allocated by the first `take`, which all ranks make together, since some training never needs them. A slot
     is *lent* to the reduction that reads it, and free when the reduction has released it.
     """
 
-    def __init__(self, comm: Communicator, nbytes: int, device: torch.device) -> None:
+    def __init__(self, comm: Communicator, count: int, nbytes: int, device: torch.device) -> None:
         self._comm = comm
+        self.count = count
         self.slot_bytes = nbytes
         self._device = device
         self._slots: list[Tensor] = []
-        self._lent: list[Handle | None] = [None] * SLOTS
+        self._lent: list[Handle | None] = [None] * count
         self._next = 0
 
     @property
@@ -45,7 +46,7 @@ class Ring:
     def take(self, numel: int, dtype: torch.dtype, wait_for: Callable[[Handle], None]) -> Tensor:
         """The next slot, once the reduction that used it last has read it."""
         if not self._slots:
-            self._slots = [self._allocate() for _ in range(SLOTS)]
+            self._slots = [self._allocate() for _ in range(self.count)]
         reader = self._lent[self._next]
         if reader is not None:
             wait_for(reader)
@@ -54,7 +55,7 @@ class Ring:
     def lend(self, handle: Handle) -> None:
         """Lend the slot last taken to `handle` until it is released."""
         self._lent[self._next] = handle
-        self._next = (self._next + 1) % SLOTS
+        self._next = (self._next + 1) % self.count
 
     def done(self, handle: Handle) -> None:
         """A reduction is done: drop its handle, and with it the tensor that it wrote."""
@@ -85,14 +86,18 @@ class Reductions:
         self._comm = comm
         self._device = device
         self._exchange = exchange
-        self.ring = Ring(comm, 0, device)
+        self.ring = Ring(comm, 0, 0, device)
         self._under_way: deque[Reduction] = deque()
 
     def fit(self, buckets: Iterable[Bucket]) -> None:
-        """Make the slots large enough for these buckets. Nothing may be in flight."""
-        largest = max((self._exchange.slot_bytes(bucket) for bucket in buckets), default=0)
-        if largest > self.ring.slot_bytes:
-            self.ring = Ring(self._comm, largest, self._device)
+        """Make enough slots, large enough for these buckets. Nothing may be in flight."""
+        nbytes, pieces = 0, 0
+        for bucket in buckets:
+            nbytes = max(nbytes, self._exchange.slot_bytes(bucket))
+            pieces += self._exchange.count(bucket.described)
+        count = min(pieces, SLOTS)  # slots are free again when a round ends: it uses no more of them than it has pieces
+        if nbytes > self.ring.slot_bytes or count > self.ring.count:
+            self.ring = Ring(self._comm, count, nbytes, self._device)
 
     def slot(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A slot to fill and then lend to its reduction."""

@@ -38,8 +38,6 @@ class Part:
         """Whether it is seen by the user, in the parameter's own shape."""
         self.shape = member.entry.shape if whole or not member.entry.shape else (numel,)
         self.state: State = {}
-        self.shown: list[Any] = []
-        """The keys and values of the state, as the user was shown it."""
 
     @property
     def value(self) -> Tensor:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
 from itertools import chain
-from operator import is_
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from sherd.engine.optimizer.inner import (
 )
 from sherd.engine.optimizer.portions import FlatState, Loaded, Portion, State
 from sherd.engine.optimizer.runs import Counters, Part, Run, find_runs, parts_of
+from sherd.engine.optimizer.shown import ShownState, same
 from sherd.engine.optimizer.state import cut_state, gather_state, put_state, state_bytes
 from sherd.errors import ConfigError, SherdError
 from sherd.layout.placement import BLOCK, padded
@@ -53,6 +54,9 @@ cache through all passes of an update. Measured on 16Mi floats in segments of 2M
 Two processes at once give the same order. Fused makes one pass and gains nothing from chunks; foreach goes through the
 whole list in each pass. Stepping a few chunks per call would help foreach, but would break optimizers that count calls
 in a group."""
+
+
+_PARAMETERS = itemgetter("params")
 
 
 class Condition(enum.Enum):
@@ -103,11 +107,10 @@ class OptimizerShard:
         self._runs: list[Run] = []
         self._counters = Counters([], self._flats)
         self._groups: dict[Tensor, int] = {}
-        self._grouped: list[Tensor | None] = []
+        self._grouped: list[list[Tensor]] = []
         self._frozen: list[Tensor] = []  # in a group, but not trained: without a gradient torch skips them
         self._used: list[bool] = []
-        self._shown: list[Any] = []
-        self._shown_by: Counters | None = None
+        self._shown = ShownState(optimizer)
         self._stale = True  # whether the runs must be found again
         self._units = cache(lambda group, dtype: merging_unit(optimizer, optimizer.param_groups[group], dtype))
         self.condition = Condition.CLEAN
@@ -166,7 +169,7 @@ class OptimizerShard:
         if not self._counters.follow():  # state is created in the first step
             self._counters = Counters(self._runs, self._flats)
             self._stale = True
-        if self._shown_by is not self._counters or self._counters.replaced or self._rest:
+        if self._rest or not self._shown.is_by(self._counters):
             self._show()
 
     def _step_batch(self, batch: Sequence[tuple[int, TrackedParameter, Portion]], last: bool) -> None:
@@ -276,6 +279,10 @@ class OptimizerShard:
         """The parts that are in a group."""
         return [part for part in self._parts.values() if part.member.parameter in self._groups]
 
+    def kept(self) -> Iterable[Part]:
+        """What this owner keeps, by parameter."""
+        return self._parts.values()
+
     def state_bytes(self) -> int:
         """Bytes of the state tensors that this owner keeps."""
         return state_bytes(chain((part.state for part in self._parts.values()), self._rest.values()))
@@ -303,26 +310,20 @@ class OptimizerShard:
     def _read_users_object(self) -> None:
         """Take over changes to the user's object since the last time: groups, parameters, state."""
         groups = self._optimizer.param_groups
-        grouped = [parameter for group in groups for parameter in (None, *group["params"])]
-        same = len(grouped) == len(self._grouped) and all(map(is_, grouped, self._grouped))
-        if not same or any(parameter.requires_grad for parameter in self._frozen):
+        known = len(groups) == len(self._grouped) and all(map(same, map(_PARAMETERS, groups), self._grouped))
+        if not known or any(parameter.requires_grad for parameter in self._frozen):
             self._group(groups)
-            self._grouped, self._stale = grouped, True
-            self._frozen = [each for each in grouped if each is not None and each not in self._members]
+            self._grouped, self._stale = [list(group["params"]) for group in groups], True
+            self._frozen = [each for each in chain.from_iterable(self._grouped) if each not in self._members]
         state = self._optimizer.state
         if self._owner is not None:
             if state:
                 self._take({}, state)
                 state.clear()
-        elif self._counters.edited() or not _same(self._shown, _seen(state)):
-            self._take({}, {p: state.get(p, {}) for p, m in self._members.items() if self._differs(p, m)})
+        elif self._shown.changed(self._counters):
+            self._take({}, self._shown.replaced(self._parts.values()))
             self._rest = {key: value for key, value in state.items() if key not in self._members}
             self._stale = True
-
-    def _differs(self, parameter: Tensor, member: TrackedParameter) -> bool:
-        """Whether the user has put something else in the place of what is kept for a parameter."""
-        kept, found = self._parts[member].shown, self._optimizer.state.get(parameter, {})
-        return not _same(kept, [*found, *found.values()])
 
     def _group(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self._groups = {}
@@ -371,31 +372,5 @@ class OptimizerShard:
         self._stale |= bool(found)
 
     def _show(self) -> None:
-        """Show the user what is kept, where a rank has all of it."""
-        if self._owner is not None:
-            return
-        state = self._optimizer.state
-        for parameter, member in self._members.items():
-            part = self._parts[member]
-            part.shown = [*part.state, *part.state.values()]
-            if part.state:
-                state[parameter] = part.state
-            else:
-                state.pop(parameter, None)
-        state.update(self._rest)
-        self._shown, self._shown_by = _seen(state), self._counters
-
-
-def _seen(state: Mapping[Any, Any]) -> list[Any]:
-    """Everything that can be replaced in an optimizer's state."""
-    seen: list[Any] = []
-    for key, values in state.items():
-        seen += (key, values)
-        if isinstance(values, dict):
-            seen += values
-            seen += values.values()
-    return seen
-
-
-def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
+        if self._owner is None:
+            self._shown.show(self._parts.values(), self._rest, self._counters)

@@ -13,6 +13,7 @@ from sherd.comm import Communicator
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.optimizer.elementwise import why_not_elementwise
 from sherd.engine.optimizer.inner import step_unhooked
+from sherd.engine.optimizer.runs import Part
 from sherd.engine.optimizer.shard import OptimizerShard
 from sherd.engine.optimizer.state import state_bytes
 
@@ -49,6 +50,13 @@ class UnsplitOptimizer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._kind.load_state_dict(self._optimizer, dict(state))
+
+    def kept(self) -> Iterable[Part]:
+        """What is kept, by parameter."""
+        for member in self._buckets.parameters:
+            part = Part(member, member.offset, 0, member.entry.numel, whole=True)
+            part.state = self._optimizer.state.get(member.parameter, {})
+            yield part
 
     def state_bytes(self) -> int:
         return state_bytes(self._optimizer.state.values())

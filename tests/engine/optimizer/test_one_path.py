@@ -1,0 +1,153 @@
+"""ddp steps through the shard, too: what a user may do to parameters and state where a rank has all of them."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import torch
+from torch import nn, optim
+
+import sherd
+from sherd.engine.optimizer.shard import OptimizerShard
+from sherd.engine.optimizer.unsplit import UnsplitOptimizer
+from tests.helpers.training import (
+    STRATEGIES,
+    all_same,
+    batch,
+    close,
+    connected,
+    distributed,
+    loss_of,
+    same,
+    train,
+    weights,
+)
+
+
+class Moving(optim.Optimizer):
+    """Puts new tensors in the place of old ones; with `whole`, by a rule for whole parameters."""
+
+    def __init__(self, params, lr=0.1, whole=False):
+        super().__init__(params, {"lr": lr, "whole": whole})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    scale = parameter.grad.norm() if group["whole"] else 1.0
+                    parameter.data = parameter.data - group["lr"] * parameter.grad / scale
+
+
+def moving():
+    with connected() as c:
+        found = {}
+        for strategy in STRATEGIES:
+            model, optimizer = distributed(c, strategy, optimizer=lambda m: Moving(m.parameters()))
+            train(model, optimizer, [batch(c.rank, step) for step in range(3)])
+            found[strategy] = weights(model)
+        model, optimizer = distributed(c, "ddp", optimizer=lambda m: optim.SGD(m.parameters(), 0.1))
+        train(model, optimizer, [batch(c.rank, step) for step in range(3)])
+        all_same(found)
+        close(weights(model), found["ddp"], rtol=1e-5)
+        model, optimizer = distributed(c, "ddp", optimizer=lambda m: Moving(m.parameters(), whole=True))
+        before = weights(model)
+        train(model, optimizer, [batch(c.rank, step) for step in range(3)])
+        with sherd.full_parameters(model):  # reads what the store has
+            inside = weights(model)
+        same(inside, weights(model))
+        same(*c.all_gather_object(inside))
+        assert all(not torch.equal(before[name], inside[name]) for name in inside)
+
+
+def test_optimizers_that_put_new_tensors_in_the_place_of_old_ones(ranks):
+    ranks(2).run(moving)
+
+
+def shared():
+    with connected() as c:
+        found = {}
+        for how in ("plain", "shared"):
+            for kind in (optim.AdamW, optim.Adafactor):
+                model, optimizer = distributed(c, "ddp", optimizer=lambda m, kind=kind: kind(m.parameters(), lr=0.01))
+                train(model, optimizer, [batch(c.rank, 0)])
+                if how == "shared":
+                    model.share_memory()
+                # What another process was sent: the same memory.
+                views = [torch.from_numpy(parameter.detach().numpy()) for parameter in model.parameters()]
+                train(model, optimizer, [batch(c.rank, 1)])
+                with torch.no_grad():
+                    views[0].add_(0.5)  # and it may write into it
+                    model[2].bias.data = model[2].bias.data * 2
+                train(model, optimizer, [batch(c.rank, step) for step in (2, 3)])
+                found.setdefault(kind, {})[how] = weights(model)
+                if how == "shared":
+                    assert all(parameter.is_shared() for parameter in model.parameters())
+                    for view, parameter in list(zip(views, model.parameters(), strict=True))[:-1]:
+                        assert torch.equal(view, parameter)
+                state = copy.deepcopy(model.state_dict())
+                model.load_state_dict({name: value + 1 for name, value in state.items()})
+                assert torch.equal(model[0].weight, state["0.weight"] + 1)
+                train(model, optimizer, [batch(c.rank, 4)])
+        for each in found.values():
+            all_same(each)
+
+
+def test_shared_memory_under_ddp_is_trained(ranks):
+    ranks(2).run(shared)
+
+
+def kept():
+    with connected() as c:
+        for strategy in STRATEGIES:
+            model, optimizer = distributed(c, strategy, optimizer=lambda m: optim.AdamW(m.parameters(), lr=0.01))
+            assert isinstance(sherd.api.training.training_of(model).updater, OptimizerShard)
+            train(model, optimizer, [batch(c.rank, step) for step in range(2)])
+            if strategy != "ddp":
+                assert not optimizer.state
+                continue
+            for parameter in model.parameters():
+                state = optimizer.state[parameter]
+                assert state["exp_avg"].shape == parameter.shape and state["step"] == 2
+            buffer = io.BytesIO()
+            torch.save(optimizer.state[model[2].bias], buffer)
+            assert buffer.tell() < 4000  # not the memory around it
+            plain_model, plain = copy.deepcopy((model, optimizer))
+            loss_of(plain_model, batch(0, 2)).backward()
+            plain.step()
+            assert [float(plain.state[p]["step"]) for p in plain_model.parameters()] == [3.0] * 4
+            assert [float(optimizer.state[p]["step"]) for p in model.parameters()] == [2.0] * 4
+        model, _ = distributed(c, "ddp", optimizer=lambda m: optim.Adafactor(m.parameters()))
+        assert isinstance(sherd.api.training.training_of(model).updater, UnsplitOptimizer)
+
+
+def test_state_under_ddp_is_in_the_users_object(ranks):
+    ranks(2).run(kept)
+
+
+def channels_last():
+    with connected() as c:
+        found = {}
+        for strategy in STRATEGIES:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Conv2d(5, 2, 3)).to(
+                memory_format=torch.channels_last
+            )
+            optimizer = optim.AdamW(model.parameters(), lr=0.01)
+            sherd.distribute(model, optimizer, strategy=strategy, comm=c)
+            for step in range(3):
+                generator = torch.Generator().manual_seed(10 * step + c.rank)
+                model(torch.randn(2, 3, 8, 8, generator=generator)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found[strategy] = {**weights(model), "moment": optimizer.state_dict()["state"][0]["exp_avg"]}
+            assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+            if strategy == "ddp":
+                kept = optimizer.state[model[0].weight]["exp_avg"]
+                assert kept.stride() == model[0].weight.stride()
+        all_same(found)
+
+
+def test_state_has_the_memory_order_of_its_parameter(ranks):
+    ranks(2).run(channels_last)
