@@ -108,12 +108,12 @@ def compare(size: str, blocks: int, steps: int) -> float:
     """Seconds of CPU time that a step with events takes more than one without."""
     loop = Loop(size)
     training, run = training_of(loop.model), monitor.current
-    recorder, differences = training.recorder, []
+    recorders, differences = training.recorders, []
     for _ in range(blocks):
         on = loop.run(steps)
-        training.recorder = monitor.current = None
+        training.recorders, monitor.current = {}, None
         off = loop.run(steps)
-        training.recorder, monitor.current = recorder, run
+        training.recorders, monitor.current = recorders, run
         differences.append(on - off)
     return statistics.median(differences)
 

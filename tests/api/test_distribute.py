@@ -180,10 +180,13 @@ def test_unknown_names_are_refused_with_the_nearest():
 def test_what_cannot_be_distributed_is_refused(strategy):
     model, other = network(), network()
     cases = [
-        ((model, None), "takes models, an optimizer and DataLoaders, found None; leave it out"),
+        ((model, None), "takes models, optimizers and DataLoaders, found None; leave it out"),
         ((), "takes a torch.nn.Module first; found none"),
         ((model, model), "the same object twice"),
-        ((model, sgd(model), sgd(model)), "takes one optimizer, found 2"),
+        (
+            (model, sgd(model), sgd(model)),
+            r"parameter .0\.weight. is in two optimizers, optimizer 0 .* and optimizer 1 \(SGD\)",
+        ),
         ((nn.DataParallel(model),), r"wrapped in torch's DataParallel; .*model\.module"),
         ((model, sgd(other)), r"group 0 has a parameter of shape \(7, 15\) at position 0.*model.parameters\(\)"),
         ((nn.Linear(3, 3, device="meta"),), "'weight' is on the meta device"),
@@ -246,7 +249,7 @@ def test_what_is_passed_by_mistake_is_named():
     model = network()
     optimizer = sgd(model)
     for thing, message in mistaken(model, optimizer):
-        with pytest.raises(ConfigError, match=f"takes models, an optimizer and DataLoaders, found {message}"):
+        with pytest.raises(ConfigError, match=f"takes models, optimizers and DataLoaders, found {message}"):
             sherd.distribute(model, optimizer, thing)
     sherd.distribute(model, optimizer)  # none of these left a trace
 

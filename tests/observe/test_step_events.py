@@ -544,7 +544,7 @@ def quiet():
             optimizer.step()
             optimizer.zero_grad()
         assert monitor.current is None
-        assert training_of(model).recorder is None
+        assert not training_of(model).recorders
         return dict(model.state_dict())
 
 

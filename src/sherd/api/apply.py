@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import TypeVar
 
+from torch import nn
 from torch.optim import Optimizer
 
 from sherd import data, observe
@@ -61,16 +62,16 @@ def _tell(comm: Communicator, mine: Failure | None) -> list[Failure | None]:
 
 def _prepare(plan: Plan, comm: Communicator, undo: ExitStack) -> Engine:
     """Do everything except taking rank 0's parameter values."""
-    if plan.optimizer is not None:
-        undo.callback(_as_it_is(plan.optimizer))
-    engine = assemble(comm, plan.inventory, plan.policy, plan.options, plan.optimizer, undo)
-    if plan.optimizer is not None:
-        optimizer_object.install(plan.optimizer, training_of)
+    for optimizer in plan.optimizers:
+        undo.callback(_as_it_is(optimizer))
+    engine = assemble(comm, plan.inventory, plan.policy, plan.options, plan.optimizers, undo)
+    for optimizer in plan.optimizers:
+        optimizer_object.install(optimizer, training_of)
     training = Training(engine, plan.strategy)
-    for thing in (*plan.models, plan.optimizer):
-        if thing is not None:
-            undo.callback(training.disown, thing)
-            training.own(thing)
+    owners: list[nn.Module | Optimizer] = [*plan.models, *plan.optimizers]
+    for thing in owners:
+        undo.callback(training.disown, thing)
+        training.own(thing)
     enrol(plan.model, engine, undo)
     share_statistics(plan.model, engine, undo)
     for index, sharding in enumerate(plan.shardings):
@@ -99,4 +100,4 @@ def _as_it_is(optimizer: Optimizer) -> Callable[[], None]:
 
 def _is_inside_a_window(optimizer: Optimizer) -> bool:
     training = find_training(optimizer)
-    return training is not None and training.engine.window.open
+    return training is not None and training.gradient(optimizer).window.open

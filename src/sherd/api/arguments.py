@@ -26,30 +26,25 @@ _DATA = "other sources of data are not passed: give each rank its own, or wrap t
 _PARAMETERS = (nn.Module.parameters.__code__, nn.Module.named_parameters.__code__)
 
 
-def sort_out(things: Sequence[Any]) -> tuple[list[nn.Module], Optimizer | None, list[DataLoader[Any]]]:
-    """The models, the optimizer and the loaders. Refuses anything else, and whatever is already distributed."""
+def sort_out(things: Sequence[Any]) -> tuple[list[nn.Module], list[Optimizer], list[DataLoader[Any]]]:
+    """The models, the optimizers and the loaders. Refuses anything else, and whatever is already distributed."""
     models = [thing for thing in things if isinstance(thing, nn.Module)]
     optimizers = [thing for thing in things if isinstance(thing, Optimizer)]
     loaders = [thing for thing in things if isinstance(thing, DataLoader)]
     for thing in things:
         if not isinstance(thing, nn.Module | Optimizer | DataLoader):
             found, fix = _other_kind(thing)
-            raise ConfigError(f"distribute takes models, an optimizer and DataLoaders, found {found}; {fix}")
+            raise ConfigError(f"distribute takes models, optimizers and DataLoaders, found {found}; {fix}")
     if len(set(map(id, things))) < len(things):
         raise ConfigError("distribute was given the same object twice; pass each once")
     if not models:
         raise ConfigError("distribute takes a torch.nn.Module first; found none: sherd.distribute(model, optimizer)")
-    if len(optimizers) > 1:
-        raise ConfigError(
-            f"distribute takes one optimizer, found {len(optimizers)}; call it once for each model that has its own "
-            f"optimizer, and give one model one optimizer, with a group for each kind of parameter"
-        )
     for model in models:
         _check_not_a_loss(model)
         _check_model(model)
-    if optimizers and find_training(optimizers[0]) is not None:
+    if any(find_training(optimizer) is not None for optimizer in optimizers):
         raise ConfigError("this optimizer is already distributed; pass all the models that it trains in one call")
-    return models, optimizers[0] if optimizers else None, loaders
+    return models, optimizers, loaders
 
 
 def _check_model(model: nn.Module) -> None:
@@ -108,7 +103,7 @@ def _check_not_a_loss(model: nn.Module) -> None:
     """Refuse a loss without parameters: it is a module, but there is nothing to train in it."""
     if isinstance(model, _Loss) and not any(True for _ in model.parameters()):
         raise ConfigError(
-            f"distribute takes models, an optimizer and DataLoaders, found a loss ({type(model).__name__}); it has no "
+            f"distribute takes models, optimizers and DataLoaders, found a loss ({type(model).__name__}); it has no "
             f"parameters and {_OUTSIDE}"
         )
 

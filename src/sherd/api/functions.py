@@ -24,7 +24,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     engine = training_of(model).engine
     if not max_norm > 0:
         raise ConfigError(f"clip_grad_norm_ got max_norm={max_norm!r}; write a number above 0")
-    return torch.tensor(engine.clip(float(max_norm)) if engine.window.whole else float("nan"))
+    whole = any(gradient.window.whole for gradient in engine.gradients)
+    return torch.tensor(engine.clip(float(max_norm)) if whole else float("nan"))
 
 
 def full_grad(parameter: Tensor) -> Tensor | None:
@@ -42,7 +43,10 @@ def weigh(model: nn.Module, weight: float) -> None:
     The gradient of a step is then the weighted mean over all ranks and backwards, so that every token counts the same,
     wherever it is. Call it before each backward, on every rank.
     """
-    training_of(model).engine.weights.set(weight)
+    engine = training_of(model).engine
+    if not weight >= 0 or weight == float("inf"):
+        raise ConfigError(f"sherd.weigh got {weight!r}; a weight is a finite number, such as a count of tokens")
+    engine.weigh(float(weight))
 
 
 @contextmanager
@@ -53,12 +57,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     their owners (the default of zero2 and zero3), every backward is exchanged anyway: there is no memory for a local
     gradient. The two differ only in rounding; write the same `accumulate_at` for the same bits.
     """
-    window = training_of(model).engine.window
-    before, window.holding = window.holding, True
+    engine = training_of(model).engine
+    before, engine.holding = engine.holding, True
     try:
         yield
     finally:
-        window.holding = before
+        engine.holding = before
 
 
 @contextmanager

@@ -132,14 +132,14 @@ def _check_step(optimizer: Optimizer) -> None:
     why = None
     if engine.store.updates_slices:
         why = "every rank would update all parameters and keep state for all of them, instead of for its own part"
-    elif engine.window.length > 1:
+    elif engine.accumulate > 1:
         why = "it ignores accumulate=, and would find no gradient inside an incomplete window"
     if why is not None:
         kind = type(optimizer).__name__
         raise ConfigError(
             f"rank {engine.comm.rank}: this {kind} steps a distributed model, but was not passed to sherd.distribute: "
-            f"{why}; write model, optimizer = sherd.distribute(model, optimizer) (a model has one optimizer, with a "
-            f"group for each kind of parameter)"
+            f"{why}; write model, optimizer = sherd.distribute(model, optimizer), with all the optimizers of a model "
+            f"in one call"
         )
 
 

@@ -11,12 +11,13 @@ from torch.optim import Optimizer
 
 from sherd import data
 from sherd.api.arguments import sort_out
-from sherd.api.training import refuse_strangers
+from sherd.api.training import refuse_shared, refuse_strangers
 from sherd.comm import Communicator
 from sherd.config import LoaderOptions, StepOptions
 from sherd.engine.assembly import check_optimizer, settle
 from sherd.engine.buckets.inventory import Inventory
 from sherd.engine.consistency.settings import compare_optimizers
+from sherd.engine.gradients.gradient import name_of
 from sherd.engine.policy import ExchangePolicy
 from sherd.errors import ConfigError, Diverged
 from sherd.strategies import Strategy
@@ -31,7 +32,7 @@ class Plan:
     options: StepOptions
     loading: LoaderOptions
     models: list[nn.Module]
-    optimizer: Optimizer | None
+    optimizers: list[Optimizer]
     inventory: Inventory
     policy: ExchangePolicy
     shardings: list[data.Sharding]
@@ -41,29 +42,33 @@ class Plan:
         cls, things: Sequence[Any], strategy: Strategy, options: StepOptions, loading: LoaderOptions, comm: Communicator
     ) -> Plan:
         """Refuses whatever this rank can see is wrong by itself. Not collective."""
-        models, optimizer, loaders = sort_out(things)
+        models, optimizers, loaders = sort_out(things)
         if not loaders and loading != LoaderOptions():
             raise ConfigError(f"{loading} is about a loader; pass it: sherd.distribute(model, optimizer, loader)")
-        if optimizer is None and options.accumulate > 1:
+        if not optimizers and options.accumulate > 1:
             raise ConfigError(
                 f"accumulate={options.accumulate} counts the optimizer's step() calls, and no optimizer was passed; "
                 f"write sherd.distribute(model, optimizer, accumulate={options.accumulate})"
             )
         inventory = Inventory.of(models[0] if len(models) == 1 else nn.ModuleList(models), dry=comm.dry)
-        for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
-            refuse_strangers(group["params"], inventory.parameters, f"the optimizer's group {index}")
+        names = {each: name_of(each, at) if len(optimizers) > 1 else "" for at, each in enumerate(optimizers)}
+        for optimizer, name in names.items():
+            for index, group in enumerate(optimizer.param_groups):
+                whose = f"group {index} of {name}" if name else f"the optimizer's group {index}"
+                refuse_strangers(group["params"], inventory.parameters, whose)
+        refuse_shared(names, inventory)
         policy = strategy.policy(comm, inventory.device)
         if comm.world == 1:
             policy = Alone()  # there is nobody to exchange anything with
         settle(policy, options)
-        if optimizer is not None:
-            check_optimizer(optimizer, policy, strategy.name)
+        for optimizer, name in names.items():
+            check_optimizer(optimizer, policy, strategy.name, name)
         others = loading.replace(global_batch=None)  # only the first loader is for training
         shardings = [
             data.plan(loader, comm, others if index else loading, options.accumulate)
             for index, loader in enumerate(loaders)
         ]
-        return cls(strategy, options, loading, models, optimizer, inventory, policy, shardings)
+        return cls(strategy, options, loading, models, optimizers, inventory, policy, shardings)
 
     @property
     def model(self) -> nn.Module:
@@ -74,15 +79,16 @@ class Plan:
     def passed(self) -> str:
         """What was passed, in words."""
         models = f"{len(self.models)} model{'s' if len(self.models) > 1 else ''}"
-        optimizer = "no optimizer" if self.optimizer is None else "an optimizer"
-        return f"{models}, {optimizer} and {len(self.shardings)} loaders"
+        kinds = [type(optimizer).__name__ for optimizer in self.optimizers]
+        optimizers = f"{len(kinds)} optimizers ({', '.join(kinds)})" if len(kinds) > 1 else "an optimizer"
+        return f"{models}, {optimizers if kinds else 'no optimizer'} and {len(self.shardings)} loaders"
 
     def compare(self, comm: Communicator) -> None:
         """Refuse options, models, optimizers and loaders that differ between ranks. Collective."""
         _compare(comm, (str(self.strategy), str(self.options), str(self.loading), self.passed))
         self.inventory.compare(comm)
-        if self.optimizer is not None:
-            compare_optimizers(comm, self.optimizer, self.inventory.members)
+        if self.optimizers:
+            compare_optimizers(comm, self.optimizers, self.inventory.members)
         data.compare(comm, self.shardings)
 
 

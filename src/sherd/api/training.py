@@ -1,4 +1,4 @@
-"""The handle behind a distributed model and its optimizer: a whole training step on one screen."""
+"""The handle behind a distributed model and its optimizers: a whole training step on one screen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sherd.comm import labelled
+from sherd.engine.buckets.inventory import Inventory
 from sherd.engine.engine import Engine
+from sherd.engine.gradients.gradient import Gradient
 from sherd.engine.gradients.loss import loss_of_all
 from sherd.engine.optimizer.forecast import Forecast
 from sherd.engine.optimizer.unsplit import Updater
@@ -32,13 +34,13 @@ class Recorder(Protocol):
 
 
 class Training:
-    """Ties a model and its optimizer to the engine. It lives as long as either of them."""
+    """Ties a model and its optimizers to the engine. It lives as long as any of them."""
 
     def __init__(self, engine: Engine, strategy: Strategy) -> None:
         self.engine = engine
         self.strategy = strategy
-        self.recorder: Recorder | None = None
-        """Records every step, while events are on."""
+        self.recorders: dict[Optimizer, Recorder] = {}
+        """Record every step of each optimizer, while events are on."""
 
     def own(self, thing: nn.Module | Optimizer) -> None:
         """Let `thing` find this handle, and keep it alive."""
@@ -57,54 +59,55 @@ class Training:
 
     def step(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         """What `optimizer.step(closure)` does."""
-        if self.recorder is None:
+        recorder = self.recorders.get(optimizer)
+        if recorder is None:
             return self._step(optimizer, closure)
-        return self.recorder.record(closure, partial(self._step, optimizer))
+        return recorder.record(closure, partial(self._step, optimizer))
 
     def _step(self, optimizer: Optimizer, closure: Closure | None) -> Any:
-        engine, updater = self.engine, self.updater
-        if closure is not None and updater.takes_closure:
-            return self._step_by_closure(optimizer, closure, updater)
+        if closure is not None and self.shard(optimizer).takes_closure:
+            return self._step_by_closure(optimizer, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if engine.prepare_step():
+        if self.engine.prepare_step(self.gradient(optimizer)):
             _hooked(optimizer, lambda: self._update(optimizer))
         return loss
 
     def _update(self, optimizer: Optimizer) -> None:
         # Inside the step's hooks: pre-hooks may edit parameters, and post-hooks see the updates of all ranks.
+        gradient = self.gradient(optimizer)
         if optimizer._optimizer_step_pre_hooks:
-            self.engine.settle()  # they may edit gradients too
-        with self.engine.updating() as update:
+            self.engine.settle(gradient)  # they may edit gradients too
+        with self.engine.updating(gradient) as update:
             update.run()
 
-    def _step_by_closure(self, optimizer: Optimizer, closure: Closure, updater: Updater) -> Any:
+    def _step_by_closure(self, optimizer: Optimizer, closure: Closure) -> Any:
         """A step that may evaluate the loss several times, each time with the loss and gradient of all ranks."""
-        engine, name = self.engine, type(optimizer).__name__
-        if engine.window.length > 1:
+        engine, gradient, name = self.engine, self.gradient(optimizer), type(optimizer).__name__
+        if engine.accumulate > 1:
             raise ConfigError(f"{name} evaluates the loss several times per step; use accumulate=1")
-        weights = engine.weights
+        weights = gradient.weights
         weight = weights.pending  # set before the step, it holds for every evaluation
 
         def search() -> Any:
-            with engine.updating() as update:
+            with engine.updating(gradient) as update:
                 update.begun = False  # a first evaluation that fails leaves everything as it was
 
                 def evaluate(*arguments: Any, **options: Any) -> Any:
                     update.begun |= engine.accept_edits()  # the parameters that its search has set so far
-                    weights.pending = weight
+                    engine.weigh(weight)
                     loss = closure(*arguments, **options)
-                    if not engine.prepare_step():
+                    if not engine.prepare_step(gradient):
                         raise SherdError(
                             f"rank {engine.comm.rank}: the gradient is not finite, and {name} cannot skip a step "
                             f"half-way through"
                         )
-                    if loss is not None or updater.needs_closure:
-                        with labelled(f"the loss of step {engine.steps}"):
+                    if loss is not None or self.shard(optimizer).needs_closure:
+                        with labelled(f"the loss of {gradient.label}"):
                             loss = loss_of_all(engine.together, weights, loss, name)
-                    weights.pending = None
+                    engine.weigh(None)
                     update.begun = True
                     return loss
 
@@ -112,64 +115,73 @@ class Training:
 
         return _hooked(optimizer, search)
 
-    def zero_grad(self, set_to_none: bool) -> None:
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """What `optimizer.zero_grad()` does."""
-        self.engine.forget(keep_zeros=not set_to_none)
+        self.engine.forget(self.gradient(optimizer), keep_zeros=not set_to_none)
 
-    def optimizer_state(self) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """What `optimizer.state_dict()` returns."""
         self.engine.torn.refuse("optimizer.state_dict()")
-        with self._together("optimizer.state_dict()"):
-            return self.updater.state_dict(self.engine.comm)
+        with self._together("optimizer.state_dict()", optimizer):
+            return self.shard(optimizer).state_dict(self.engine.comm)
 
-    def whole_state(self) -> dict[Any, Any]:
+    def whole_state(self, optimizer: Optimizer) -> dict[Any, Any]:
         """The `state` of a copy of the optimizer."""
         self.engine.torn.refuse("a copy of the optimizer")
-        with self._together("a copy or a pickle of the optimizer"):
-            return self.updater.whole_state(self.engine.comm)
+        with self._together("a copy or a pickle of the optimizer", optimizer):
+            return self.shard(optimizer).whole_state(self.engine.comm)
 
     @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
+    def _together(self, what: str, optimizer: Optimizer) -> Iterator[None]:
         """Inside, ranks gather what each has a part of. A rank that calls it alone gets an error instead of waiting."""
         note = f"Under {self.strategy.name} {what} is collective: call it on every rank, and save it on one"
+        if name := self.gradient(optimizer).name:
+            what = f"{what} of {name}"
         with labelled(f"{what} after step {self.engine.steps}", note):
-            if self.updater.gathers_state:
+            if self.shard(optimizer).gathers_state:
                 with self.engine.comm.counters.agreeing():
                     # Or the call of a single rank might match another gather of the same form on the others.
                     self.engine.comm.agree(f"barrier({what})").wait()
             yield
 
-    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """What `optimizer.load_state_dict(state)` does."""
-        self.updater.load_state_dict(state)
-        self.engine.loaded_optimizer()
+        self.shard(optimizer).load_state_dict(state)
+        self.engine.loaded_optimizer(optimizer)
 
-    def check_group(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Refuse a new group with parameters that are not the model's."""
-        refuse_strangers(parameters, self.engine.inventory.parameters, "the new parameter group")
+    def add_group(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        """Give an optimizer more parameters. Refuses those that are not the model's, or another optimizer's."""
+        inventory = self.engine.inventory
+        refuse_strangers(parameters, inventory.parameters, "the new parameter group")
+        others = {each.optimizer: each.name for each in self.engine.gradients if each.optimizer is not None}
+        refuse_shared(others, inventory, (optimizer, parameters))
+        self.engine.give(optimizer, [inventory.by_parameter[parameter] for parameter in parameters])
 
-    @property
-    def updater(self) -> Updater:
-        """What updates the parameters."""
-        if self.engine.updater is None:
-            raise ConfigError("this model was distributed without an optimizer; pass it: distribute(model, optimizer)")
-        return self.engine.updater
+    def shard(self, optimizer: Optimizer) -> Updater:
+        """What this optimizer updates."""
+        return self.engine.shards[optimizer]
+
+    def gradient(self, optimizer: Optimizer) -> Gradient:
+        """What it steps from."""
+        return next(each for each in self.engine.gradients if each.optimizer is optimizer)
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank."""
-        return 0 if self.engine.updater is None else self.engine.updater.state_bytes()
+        return sum(shard.state_bytes() for shard in self.engine.shards.values())
 
     def coming_state_bytes(self) -> int:
-        """Bytes of optimizer state that the first step will add on this rank; 0 after it, or if that is unknown."""
-        if self.engine.updater is None or self.engine.steps:
-            return 0
-        forecast = Forecast(*self.updater.users)
-        found = [forecast.bytes(group, tensors) for group, tensors in self.updater.coming()]
+        """Bytes of optimizer state that first steps will add on this rank; 0 after them, or if that is unknown."""
+        found: list[int | None] = []
+        for gradient in self.engine.gradients:
+            if gradient.optimizer is not None and not gradient.steps:
+                shard = self.shard(gradient.optimizer)
+                forecast = Forecast(*shard.users)
+                found += [forecast.bytes(group, tensors) for group, tensors in shard.coming()]
         return sum(each for each in found if each is not None)
 
     def state_entries(self) -> int:
         """How many tensors have state."""
-        return 0 if self.engine.updater is None else self.engine.updater.state_entries()
+        return sum(shard.state_entries() for shard in self.engine.shards.values())
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank allocated, by kind."""
@@ -188,6 +200,25 @@ def refuse_strangers(parameters: Sequence[nn.Parameter], known: Sequence[nn.Para
                 f"{where} has a parameter of shape {tuple(parameter.shape)} at position {position} that does not "
                 f"belong to the distributed model; build the optimizer from model.parameters(), or pass all the models "
                 f"that it trains in one call: sherd.distribute(encoder, decoder, optimizer)"
+            )
+
+
+def refuse_shared(
+    optimizers: Mapping[Optimizer, str],
+    inventory: Inventory,
+    more: tuple[Optimizer, Sequence[nn.Parameter]] | None = None,
+) -> None:
+    """Refuse parameters that are in two of these optimizers, one of which may get `more`."""
+    having: dict[nn.Parameter, Optimizer] = {}
+    grouped = [(o, parameter) for o in optimizers for group in o.param_groups for parameter in group["params"]]
+    if more is not None:
+        grouped += [(more[0], parameter) for parameter in more[1]]
+    for optimizer, parameter in grouped:
+        other = having.setdefault(parameter, optimizer)
+        if other is not optimizer:
+            raise ConfigError(
+                f"parameter {inventory.by_parameter[parameter].name!r} is in two optimizers, {optimizers[other]} and "
+                f"{optimizers[optimizer]}; give each parameter to one of them"
             )
 
 

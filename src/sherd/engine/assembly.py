@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
@@ -15,7 +16,6 @@ from sherd.engine.buckets.exchange import Exchange, ReplicaExchange, SliceExchan
 from sherd.engine.buckets.inventory import Inventory
 from sherd.engine.engine import Engine, Parts
 from sherd.engine.gradients.access import ShardedAccess, WholeAccess
-from sherd.engine.gradients.gradient import Window
 from sherd.engine.optimizer.elementwise import own_collective, why_not_elementwise
 from sherd.engine.optimizer.unsplit import updater_for
 from sherd.engine.parameters.flat_stores import PrivateStore
@@ -53,9 +53,9 @@ def settle(policy: ExchangePolicy, options: StepOptions) -> None:
         policy.keeps = Keeps.WHOLE  # a rank that adds up its own gradient needs room for all of it
 
 
-def check_optimizer(optimizer: Optimizer, policy: ExchangePolicy, strategy: str) -> None:
+def check_optimizer(optimizer: Optimizer, policy: ExchangePolicy, strategy: str, name: str = "") -> None:
     """Refuse an optimizer that cannot work in parts where that is what the strategy asks for."""
-    name = type(optimizer).__name__
+    name = name or type(optimizer).__name__
     if policy.owns is Owns.EVERYTHING:
         # Not refused: one that divides the work among ranks, and does nothing to gradients, is right here too.
         if (collective := own_collective(optimizer)) and torch.distributed.get_rank() == 0:
@@ -79,7 +79,7 @@ def assemble(
     inventory: Inventory,
     policy: ExchangePolicy,
     options: StepOptions,
-    optimizer: Optimizer | None,
+    optimizers: Sequence[Optimizer],
     undo: ExitStack,
 ) -> Engine:
     """The engine of one model on one rank. It has the parameters from `take_over` on.
@@ -88,7 +88,7 @@ def assemble(
     """
     entries = [member.entry for member in inventory.members]
     numel = bucket_numel(entries, options.bucket_bytes or policy.bucket_bytes, crosses=comm.tree.group < comm.world)
-    buckets = BucketList.pack(inventory.members, comm.world, comm.tree.group, numel, optimizer)
+    buckets = BucketList.pack(inventory.members, comm.world, comm.tree.group, numel, optimizers)
     for bucket in buckets.every:
         bucket.comm = comm
     owner = None if policy.owns is Owns.EVERYTHING else comm.rank  # whose slices this rank updates
@@ -102,11 +102,9 @@ def assemble(
         store=_STORES[policy.home](mesh, inventory, buckets, owner),
         exchange=_EXCHANGES[policy.keeps, policy.owns](comm, numel, inventory.device, policy.reduce),
         access=WholeAccess() if owner is None else ShardedAccess(comm),
-        window=Window(options.accumulate),
         adds_up_here=policy.accumulate_at is AccumulateAt.RANK,
     )
-    engine = Engine(comm, inventory, options, optimizer, parts)
+    engine = Engine(comm, inventory, options, optimizers, parts)
     undo.callback(backward.forget, engine)
-    if optimizer is not None:
-        engine.updater = updater_for(optimizer, buckets, owner, inventory.parameters)
+    engine.shards = {each: updater_for(each, buckets, owner, inventory.parameters) for each in optimizers}
     return engine

@@ -72,11 +72,9 @@ def scalars(engine: Engine) -> Iterator[Scalar]:
 
 def _state(engine: Engine) -> Iterator[tuple[str, Segment | None, Any, Any]]:
     """The state of each parameter by key: elements of a segment, or, with None, everything else."""
-    if engine.updater is None:
-        return
     rank = engine.comm.rank
     mine = {m: segment for bucket in engine.buckets.every for m, segment in bucket.segments(rank)}
-    for kept in engine.updater.kept():
+    for kept in (part for shard in engine.shards.values() for part in shard.kept()):
         member, segment = kept.member, mine.get(kept.member)
         leads = segment.region.start == 0 if segment is not None else rank == 0 and not member.entry.numel
         for key, value in kept.state.items():

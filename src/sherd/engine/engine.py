@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from sherd import observe
 from sherd.comm import Communicator, SoloCommunicator, labelled
 from sherd.config import StepOptions
 from sherd.engine.buckets.bucket import Bucket, Local
-from sherd.engine.buckets.bucket_list import BucketList
+from sherd.engine.buckets.bucket_list import BucketList, assign
 from sherd.engine.buckets.exchange import Exchange
 from sherd.engine.buckets.inventory import Inventory
 from sherd.engine.buckets.ring import Reductions
@@ -35,7 +35,7 @@ from sherd.engine.consistency.torn import Torn
 from sherd.engine.consistency.unchanged import Unchanged
 from sherd.engine.gradients import round
 from sherd.engine.gradients.access import GradAccess
-from sherd.engine.gradients.gradient import Gradient, LossWeights, Window
+from sherd.engine.gradients.gradient import Gradient, LossWeights, name_of
 from sherd.engine.gradients.own import OwnGradients
 from sherd.engine.gradients.round import Round
 from sherd.engine.modules.buffers import BufferSync
@@ -79,7 +79,6 @@ class Parts:
     store: ParameterStore
     exchange: Exchange
     access: GradAccess
-    window: Window
     adds_up_here: bool
     """whether the gradients of several backwards are added up on the rank that made them"""
 
@@ -96,14 +95,12 @@ class Update:
 class Engine:
     """Training of one model on one rank."""
 
-    updater: Updater | None = None
-
     def __init__(
         self,
         comm: Communicator,
         inventory: Inventory,
         options: StepOptions,
-        optimizer: Optimizer | None,
+        optimizers: Sequence[Optimizer],
         parts: Parts,
     ) -> None:
         self.comm = comm
@@ -113,27 +110,31 @@ class Engine:
         self.store = parts.store
         self.exchange = parts.exchange
         self.access = parts.access
-        self.window = parts.window
         self.buckets = parts.buckets
-        self.weights = LossWeights(options.loss_reduction, options.accumulate)
-        self.gradient = Gradient(self.weights)
-        self.own = OwnGradients(self.weights, parts.window)
+        self.optimizers = tuple(optimizers)
+        self.gradients = _gradients(self.optimizers, options)
+        """One per optimizer; one of all parameters, if there is no optimizer."""
+        self.shards: dict[Optimizer | None, Updater] = {}
+        """What each optimizer steps."""
+        self.own = OwnGradients(self.gradients)
+        self.finite = True
+        """Whether the gradient is finite on every rank."""
+        self.accumulate = options.accumulate
+        self.holding = False
+        """Whether the user said that a backward is not the last of its step."""
         self.alone = SoloCommunicator(comm.options)
         self.measures = False
         """Whether norms are wanted even where nothing is clipped or checked."""
         self.reductions = Reductions(comm, parts.exchange, inventory.device)
         self.round = Round(comm.rank, self.reductions)
         self.unchanged = Unchanged(comm, inventory, parts.store, checksums=options.check == "edits")
-        self.torn = Torn(inventory, comm.rank, optimizer is not None)
+        self.torn = Torn(inventory, comm.rank, optimizers)
         self.state = State.READY
-        self.steps = 0
-        """How many steps were taken."""
-        self.skipped = 0
         self.modules_communicate = False
         """Whether modules exchange something of their own during a backward. Where ranks use different parameters,
         buckets would be launched between different ones of these exchanges: they then wait for the end."""
         self._options = options
-        self._optimizer = optimizer
+        self._stepped: set[Gradient] = set()  # by whose `step()` the gradient was made ready or used since a backward
         self._adds_up_here = parts.adds_up_here
         self._uniform = False  # whether every rank used every parameter in the last round
         # Where ranks do not each have a copy, they compare what was edited before every update.
@@ -160,19 +161,19 @@ class Engine:
         backward.listen(self)
 
     @property
-    def calls(self) -> int:
-        """How many real `step()` calls there were, skipped ones included."""
-        return self.steps + self.skipped
+    def steps(self) -> int:
+        """How many steps were taken, by the optimizer that took most."""
+        return max(gradient.steps for gradient in self.gradients)
+
+    @property
+    def weights(self) -> LossWeights:
+        """The weight of the current backward, which is the same in every gradient."""
+        return self.gradients[0].weights
 
     @property
     def together(self) -> Communicator:
         """The ranks that decide together about this step's gradient."""
         return self.comm if self.sums else self.alone
-
-    @property
-    def meets(self) -> bool:
-        """Whether anything in this step is collective."""
-        return self.sums or self.policy.exchanges(self.calls)
 
     @property
     def layout(self) -> ShardLayout:
@@ -186,13 +187,21 @@ class Engine:
         if self.round.state is round.State.FAILED:
             return  # other models of this process may go on
         self._unfreeze_if_asked()
+        self._follow_policy()
         if not self.sums:
+            self._stepped = set()
             self.own.begin(self.buckets)
             return
-        self.access.hide(self.buckets, self.window.whole)  # autograd must find nothing to add to
-        if not self.window.open and not any(member.used or member.used_here for member in self.buckets.parameters):
-            self.gradient.restart(self.buckets)  # the program dropped all of it: model.zero_grad()
+        filling = [bucket for gradient, its in self._parts() if not gradient.window.whole for bucket in its]
+        self.access.hide(self.buckets, filling)  # autograd must find nothing to add to
+        for gradient, its in self._parts():
+            if not gradient.window.open and not _used(its):
+                gradient.restart(its)  # the program dropped all of it: model.zero_grad()
         self.round.move(round.State.OPEN)
+
+    def _parts(self) -> list[tuple[Gradient, tuple[Bucket, ...]]]:
+        """Every gradient, with its buckets."""
+        return [(gradient, self.buckets.of(gradient.optimizer)) for gradient in self.gradients]
 
     def arrive(self, member: TrackedParameter, gradient: Tensor) -> None:
         """Take a gradient that autograd made."""
@@ -213,19 +222,25 @@ class Engine:
         if self.state is State.BROKEN:
             self.torn.refuse("this backward")
         round.refuse_other_hooks(self.inventory.members, self.comm.rank)
-        self.gradient.add(self.buckets)
-        factor = self.weights.enter()
-        self.gradient.backwards += 1
-        self.window.backward()
+        factor = 1.0
+        self._stepped = set()
+        for gradient, its in self._parts():
+            gradient.add(its)
+            factor = gradient.weights.enter()  # the same for all
+            gradient.backwards += 1
+            gradient.window.backward()
         at_once = self._reduces and (self._uniform or not self.modules_communicate)
-        self.round.collect(
-            self.buckets, factor, self.weights.op if at_once else None, f"a backward of step {self.steps}"
-        )
+        self.round.collect(self.buckets, factor, self._op if at_once else None, f"a backward of step {self.steps}")
+
+    @property
+    def _op(self) -> str:
+        """The operation that reduces the ranks' contributions. One that was dropped may forget that it was weighed."""
+        return next((each.weights.op for each in self.gradients if each.weights.weighed), self.gradients[0].weights.op)
 
     @property
     def _reduces(self) -> bool:
         """Whether contributions of this round are reduced in it."""
-        return not self._adds_up_here or (self.window.last and not self.window.holding)
+        return not self._adds_up_here or (any(each.window.last for each in self.gradients) and not self.holding)
 
     def end_round(self) -> None:
         """It is over; every gradient hook has been called."""
@@ -235,8 +250,9 @@ class Engine:
         if self.round.state is round.State.COLLECTING:
             if self._reduces:
                 self._flush()
-            if self.window.whole and not self.window.holding:
-                self.gradient.divide(self.buckets)
+            for gradient, its in self._parts():
+                if gradient.window.whole and not self.holding:
+                    gradient.divide(its)
         self.round.close()
         self._show()
 
@@ -253,8 +269,9 @@ class Engine:
         try:
             if self._looks_in_backward:  # not earlier: autograd still needed what a parameter was moved to
                 self.unchanged.check()
-            self.gradient.add(self.buckets)  # on a rank without a gradient in this round too
-            op = self.weights.op
+            for gradient, its in self._parts():
+                gradient.add(its)  # on a rank without a gradient in this round too
+            op = self._op
             with labelled(f"the end of a backward of step {self.steps}"):
                 self.round.flush(self.buckets, op)
                 if late := self._agree(self.round.late(self.buckets.buckets)):
@@ -270,16 +287,16 @@ class Engine:
         """Tell the other ranks how it went here, and take over how it went everywhere; gives what is late."""
         # Where each has a copy of its own, a model that was distributed without its optimizer is edited by it in every
         # step, and nothing has to be compared.
-        edited = bool(self.unchanged.edits) and (self._optimizer is not None or self.unchanged.compares)
-        mine = report(self.buckets, self.gradient, self.steps, self._optimizer, edited, late)
+        edited = bool(self.unchanged.edits) and (bool(self.optimizers) or self.unchanged.compares)
+        mine = report(self.buckets, self.gradients, edited, late)
         agreed = agree(self.comm, mine, self.buckets)
-        if not agreed.same_settings and self._optimizer is not None:
-            compare_optimizers(self.comm, self._optimizer, self.inventory.members, self.steps)
+        if not agreed.same_settings:
+            compare_optimizers(self.comm, self.optimizers, self.inventory.members, self.steps)
         if agreed.edited:
             with labelled(f"what was done to parameters before step {self.steps}"):
                 self.unchanged.compare(f"before step {self.steps}")
-        self._uniform = agreed.uniform
-        apply(agreed, self.buckets, self.gradient, self.comm.world)
+        self._uniform, self.finite = agreed.uniform, agreed.finite
+        apply(agreed, self.buckets, self.gradients, self.comm.world)
         return [bucket for bucket, is_late in zip(self.buckets.buckets, agreed.late, strict=True) if is_late]
 
     def _learn(self) -> None:
@@ -293,22 +310,27 @@ class Engine:
         self._learned = True
 
     def _show(self) -> None:
-        if self.window.whole:
-            self.access.show(self.buckets)
+        for gradient, its in self._parts():
+            if gradient.window.whole:
+                self.access.show(its)
 
     # ---------------------------------------------------------------- the gradient between backward and step
 
-    def settle(self) -> None:
-        """Make the gradient whole: nothing is local any more, nothing under way, and weights are divided out."""
+    def settle(self, *wanted: Gradient) -> None:
+        """Make the gradient whole: nothing is local any more, nothing under way, and weights are divided out.
+
+        It is `wanted` for a step of these optimizers, or of any.
+        """
+        wanted = wanted or self.gradients
         if not self.sums:
-            self._refuse_pointless()
+            _refuse_pointless(wanted)
             self.own.divide(self.buckets)
             return
         self.round.refuse_failed()
         self.access.collect(self.buckets)
-        if not self.gradient.backwards:
+        if not any(gradient.backwards for gradient in wanted):
             # A rank that skipped a backward would otherwise go on without the others.
-            with labelled(f"step {self.steps} without a backward"):
+            with labelled(f"{wanted[0].label} without a backward"):
                 self._agree()
         edited = [bucket for bucket in self.buckets.buckets if bucket.edited]
         if any(bucket.local is not Local.NONE for bucket in self.buckets.buckets):
@@ -319,97 +341,118 @@ class Engine:
             for bucket in edited:
                 bucket.measure()
             with labelled(f"what was done to p.grad before step {self.steps}", _ALIKE):
-                self.gradient.finite = agree_on_edits(
-                    self.comm, self.buckets, self.access.seen, self.access.assigned, self.steps
-                )
+                assigned = [member.name for member in self.access.assigned]
+                self.finite = agree_on_edits(self.comm, self.buckets, self.access.seen, assigned, self.steps)
             self.access.seen, self.access.assigned = 0, []
-        self._refuse_pointless()
-        self.gradient.divide(self.buckets)
-
-    def _refuse_pointless(self) -> None:
-        if self.weights.pointless:
-            raise ConfigError("every weight of this step was 0, so its gradient has no mean; skip the step")
+        _refuse_pointless(wanted)
+        for gradient, its in self._parts():
+            gradient.divide(its)
 
     def clip(self, max_norm: float) -> float:
-        """Scale the gradient so that its 2-norm is at most `max_norm`; the norm it had. Collective."""
+        """Scale the gradient of all parameters so that its 2-norm is at most `max_norm`; the norm it had. Collective.
+
+        The same bits on every rank, and under every strategy with the same `AccumulateAt`.
+        """
         self.settle()
         if not self.sums:
             return self.own.clip(self.buckets, max_norm)
+        suspects = self.access.suspects(self.buckets)  # they may have changed undetected
+        for bucket in self.buckets.buckets:
+            if bucket.scaled != 1.0 or bucket in suspects:
+                bucket.measure()
         with labelled(f"the gradient norm of step {self.steps}"):
-            return self.gradient.clip(self.buckets, max_norm, self.comm, self.access.suspects(self.buckets))
+            norm = self.buckets.table.total(self.comm)
+        factor = max_norm / (norm + 1e-6)
+        if factor < 1.0:
+            for gradient, its in self._parts():
+                gradient.clip(its, factor)
+        return norm
 
-    def forget(self, keep_zeros: bool = False) -> None:
-        """Drop the gradient, as `zero_grad()` does after a real step; nothing is dropped inside a window.
+    def forget(self, gradient: Gradient, keep_zeros: bool = False) -> None:
+        """Drop a gradient, as `zero_grad()` does after a real step; nothing is dropped inside a window.
 
         With `keep_zeros` it becomes zero instead, so that parameters without a new one are updated all the same.
         """
-        if self.window.open:
+        if gradient.window.open:
             return
+        its = self.buckets.of(gradient.optimizer)
+        gradient.weights.forget()
         if not self.sums:
-            self.own.forget(self.buckets, keep_zeros)
+            self.own.forget(its, keep_zeros)
             return
-        self.weights.forget()
         if keep_zeros:
             self.access.collect(self.buckets)  # a gradient that the program set counts too
-        if keep_zeros and any(member.used or member.used_here for member in self.buckets.parameters):
-            self.settle()
-            for bucket in self.buckets.buckets:
+        if keep_zeros and _used(its):
+            self.settle(gradient)
+            for bucket in its:
                 if bucket.summed:
                     bucket.sum.zero_()  # zero times NaN is NaN
         else:
-            for bucket in self.buckets.buckets:
+            for bucket in its:
                 bucket.forget()
-            self.access.forget(self.buckets)
-        self.gradient.restart(self.buckets)  # after settle(), which measures what was done to p.grad
-        self.gradient.finite = True
+            self.access.forget(its)
+        gradient.restart(its)  # after settle(), which measures what was done to p.grad
+        if not any(bucket.edited for bucket in self.buckets.buckets):
+            self.access.seen = 0
+        if not any(each.backwards for each in self.gradients):
+            self.finite = True
 
     def restart(self) -> None:
         """Begin anew, with no gradient and at the beginning of a window."""
         self.move(State.READY)
-        self.window.restart()
-        self.forget()
+        for gradient in self.gradients:
+            gradient.window.restart()
+            self.forget(gradient)
 
     # ---------------------------------------------------------------- a step
 
-    def prepare_step(self) -> bool:
-        """Whether this `step()` is a real one and its gradient is fit for it. Collective if it is real."""
+    def prepare_step(self, gradient: Gradient) -> bool:
+        """Whether this `step()` is a real one and its gradient is fit for it. Collective if it is real.
+
+        Of several optimizers that step from the same backward, the first one makes the gradient of all parameters
+        ready: buffers are shared, and it is clipped once.
+        """
         self.torn.refuse("step()")
         if self.unchanged.lent:
             raise SherdError(f"rank {self.comm.rank}: step() inside full_parameters; leave it first")
-        if not self.window.advance():
+        if not gradient.window.advance():
             return False
         self.unchanged.check_kinds()  # first: gradients would have to fit too
-        self.settle()
-        if self.policy.exchanges(self.calls):
+        first = not self._stepped or gradient in self._stepped
+        self._stepped = {gradient} if first else {*self._stepped, gradient}
+        self.settle(gradient)
+        if first and self.policy.exchanges(gradient.calls):
             self.buffers.sync(self.steps)
-        if not self._finite() and self._options.nonfinite != "allow":
-            self._skip()
+        if not self._finite(first) and self._options.nonfinite != "allow":
+            self._skip(gradient)
             return False
-        if self._options.clip_norm is not None:
+        if first and self._options.clip_norm is not None:
             self.clip(self._options.clip_norm)
+            self.access.accept(self.buckets.buckets)
         return True
 
-    def _finite(self) -> bool:
+    def _finite(self, measure: bool) -> bool:
         """Whether the gradient is finite, where that is to be known: without a sum, nobody else would suffer."""
         if self.sums:
-            return self.gradient.finite
+            return self.finite
         asked = self._options.nonfinite is not None
-        if asked or self.measures:
+        if measure and (asked or self.measures):
             self.own.measure(self.buckets)
         return self.own.finite or not asked
 
     @contextmanager
-    def updating(self) -> Iterator[Update]:
-        """Parameters may be updated by their owners inside."""
+    def updating(self, gradient: Gradient) -> Iterator[Update]:
+        """The parameters of an optimizer may be updated by their owners inside."""
         self.unchanged.check()
-        with labelled(f"step {self.steps}"):
-            if (
-                self.unchanged.compares and self.meets
-            ):  # this also waits until no rank reads what is about to be updated
-                self.unchanged.compare_if_any(f"before the update of step {self.steps}")
-            s = StepContext(self.calls, self.comm, self.buckets.buckets, self.store, self.updater)
+        its = self.buckets.of(gradient.optimizer)
+        with labelled(gradient.label):
+            if self.unchanged.compares and (self.sums or self.policy.exchanges(gradient.calls)):
+                # This also waits until no rank reads what is about to be updated.
+                several = [each.label for each in self.gradients] if len(self.gradients) > 1 else ()
+                self.unchanged.compare_if_any(f"before the update of {gradient.label}", several, gradient.label)
+            s = StepContext(gradient.calls, self.comm, its, self.store, self.shards.get(gradient.optimizer))
             if not self.sums:
-                self.own.fill(self.buckets)
+                self.own.fill(its)
             self.policy.before_update(s)
             self.move(State.UPDATING)
             update = Update(partial(self.policy.update, s))
@@ -421,14 +464,14 @@ class Engine:
                 torn = update.begun or self.unchanged.touched()
                 self.move(State.BROKEN if torn else State.READY)
                 if torn:
-                    self.torn.tear(self.steps, error)
+                    self.torn.tear(gradient.label, error)
                 raise
             self.move(State.READY)
         if not self.sums:
             self.own.let_go(self.buckets)
         self.unchanged.accept()
-        self.steps += 1
-        self._follow_policy()
+        gradient.steps += 1
+        self._end_step()
 
     def accept_edits(self) -> bool:
         """What was done to the parameters is an update of their optimizer's; whether anything was."""
@@ -436,12 +479,16 @@ class Engine:
         self.unchanged.accept()
         return touched
 
-    def _skip(self) -> None:
-        self.skipped += 1
-        self._follow_policy()
+    def _end_step(self) -> None:
+        if len(self._stepped) == len(self.gradients):  # else others may still step from the same backward
+            self._follow_policy()
+
+    def _skip(self, gradient: Gradient) -> None:
+        gradient.skipped += 1
+        self._end_step()
         text = (
-            f"step {self.steps}: the gradient is not finite on some rank, so no rank takes the step "
-            f"({self.skipped} skipped so far)"
+            f"{gradient.label}: the gradient is not finite on some rank, so no rank takes the step "
+            f"({gradient.skipped} skipped so far)"
         )
         observe.emit("warning", text=text)
         if self._options.nonfinite == "raise":
@@ -451,14 +498,26 @@ class Engine:
 
     # ---------------------------------------------------------------- what changes between steps
 
+    def weigh(self, weight: float | None) -> None:
+        """Set the weight of the next backward."""
+        for gradient in self.gradients:
+            gradient.weights.pending = weight
+
+    def give(self, optimizer: Optimizer, members: Iterable[TrackedParameter]) -> None:
+        """These parameters are about to be in a group of this optimizer, which they were not before."""
+        for member in members:
+            if len(member.bucket.members) == 1:
+                member.bucket.optimizer = optimizer
+        self.shards[optimizer].follow(self.buckets)
+
     def loaded(self, parameters: Iterable[nn.Parameter]) -> None:
         """These parameters were loaded on all ranks."""
         if self.torn.loaded(parameters):
             self.restart()
 
-    def loaded_optimizer(self) -> None:
-        """The optimizer's state was loaded."""
-        if self.torn.loaded_optimizer():
+    def loaded_optimizer(self, optimizer: Optimizer) -> None:
+        """An optimizer's state was loaded."""
+        if self.torn.loaded_optimizer(optimizer):
             self.restart()
 
     def _unfreeze_if_asked(self) -> None:
@@ -470,16 +529,17 @@ class Engine:
         members = [member for member in self.inventory.members if member in found]
         if self.sums:
             compare_unfrozen(self.comm, members, self.steps)
+        assign((member.bucket for member in members), self.optimizers)
         self.buckets = self.buckets.unfrozen(members)
         if self._hooks:
             self._train(members)
         self._learned = False
-        if self.updater is not None:
-            self.updater.follow(self.buckets)
+        for shard in self.shards.values():
+            shard.follow(self.buckets)
 
     def _follow_policy(self) -> None:
         """Take gradients from autograd if they are summed in the next step, else leave them in `p.grad`."""
-        self.sums = self.policy.sums(self.calls)
+        self.sums = self.policy.sums(max(gradient.calls for gradient in self.gradients))
         if self.sums and not self._hooks:
             self._train(self.buckets.parameters)
         elif self._hooks and not self.sums:
@@ -502,3 +562,20 @@ class Engine:
         """What this rank allocated for gradients, by kind."""
         more = sum(bucket.more_bytes for bucket in self.buckets.buckets)
         return {"gradients": self.exchange.nbytes + self.own.nbytes + more, "buckets": self.reductions.ring.nbytes}
+
+
+def _gradients(optimizers: Sequence[Optimizer], options: StepOptions) -> tuple[Gradient, ...]:
+    reduction, accumulate = options.loss_reduction, options.accumulate
+    if len(optimizers) > 1:
+        named = enumerate(optimizers)
+        return tuple(Gradient(each, name_of(each, index), reduction, accumulate) for index, each in named)
+    return (Gradient(optimizers[0] if optimizers else None, "", reduction, accumulate),)
+
+
+def _used(buckets: Iterable[Bucket]) -> bool:
+    return any(member.used or member.used_here for bucket in buckets for member in bucket.members)
+
+
+def _refuse_pointless(wanted: Iterable[Gradient]) -> None:
+    if any(gradient.weights.pointless for gradient in wanted):
+        raise ConfigError("every weight of this step was 0, so its gradient has no mean; skip the step")

@@ -68,11 +68,13 @@ class ShardLayout:
         bucket_numel: int = BUCKET_NUMEL,
         group: int | None = None,
         order: Sequence[int] | None = None,
+        keys: Sequence[object] | None = None,
     ) -> ShardLayout:
         """Pack `entries` into buckets of at most `bucket_numel` elements; sum in groups of `group`.
 
         They are packed in their own order, or in `order`, which lists their indices: gradients do not arrive in the
-        order of the parameters. Without `group` all owners are one group: plain rank order.
+        order of the parameters. Entries with different `keys` do not share a bucket. Without `group` all owners are one
+        group: plain rank order.
         """
         entries = tuple(entries)
         order = range(len(entries)) if order is None else order
@@ -83,7 +85,8 @@ class ShardLayout:
             raise ConfigError(f"bucket_numel={bucket_numel} holds nothing; write a positive number of elements")
         holders = Holders(world)
         packed = []
-        for positions in pack([entries[index] for index in order], world, bucket_numel):
+        kinds = [None if keys is None else keys[index] for index in order]
+        for positions in pack([entries[index] for index in order], kinds, world, bucket_numel):
             members = tuple(order[position] for position in positions)
             whole = entries[members[0]].placement is Placement.LAYER
             packed.append(Packed(members, holders.choose([entries[m] for m in members]) if whole else None))

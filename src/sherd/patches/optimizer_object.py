@@ -37,15 +37,15 @@ class Handle(Protocol):
 
     def step(self, optimizer: Optimizer, closure: Closure | None) -> Any: ...
 
-    def zero_grad(self, set_to_none: bool) -> None: ...
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None: ...
 
-    def optimizer_state(self) -> dict[str, Any]: ...
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]: ...
 
-    def whole_state(self) -> dict[Any, Any]: ...
+    def whole_state(self, optimizer: Optimizer) -> dict[Any, Any]: ...
 
-    def load_optimizer_state(self, state: Mapping[str, Any]) -> None: ...
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None: ...
 
-    def check_group(self, parameters: Sequence[nn.Parameter]) -> None: ...
+    def add_group(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None: ...
 
 
 _handle_of: Callable[[Optimizer], Handle]
@@ -68,15 +68,15 @@ class Distributed(_Base):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradient. Inside an accumulation window it does nothing."""
-        _handle_of(self).zero_grad(set_to_none)
+        _handle_of(self).zero_grad(self, set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state in torch's own format, on every rank. Collective."""
-        return _handle_of(self).optimizer_state()
+        return _handle_of(self).optimizer_state(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take state in torch's own format; every rank keeps its part."""
-        _handle_of(self).load_optimizer_state(state_dict)
+        _handle_of(self).load_optimizer_state(self, state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters of the distributed model."""
@@ -86,13 +86,13 @@ class Distributed(_Base):
         if not isinstance(parameters, set):  # torch has its own error for a set
             parameters = param_group["params"] = list(parameters)
             named = (item[1] if isinstance(item, tuple) else item for item in parameters)
-            _handle_of(self).check_group(list(named))
+            _handle_of(self).add_group(self, list(named))
         super().add_param_group(param_group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is a plain optimizer of its own class, with the whole state. Collective, as `state_dict` is."""
         state = self.__getstate__()
-        whole = defaultdict(dict, _handle_of(self).whole_state())
+        whole = defaultdict(dict, _handle_of(self).whole_state(self))
         return copyreg.__newobj__, (self.__class__,), {**state, "state": whole}  # type: ignore[attr-defined]
 
     @property  # type: ignore[misc]

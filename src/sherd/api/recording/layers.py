@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from sherd import observe
-from sherd.api.training import Training
+from sherd.engine.buckets.bucket import Bucket
 from sherd.engine.buckets.tracked import TrackedParameter
+from sherd.engine.engine import Engine
+from sherd.engine.gradients.gradient import Gradient
 from sherd.layout.placement import BLOCK
 from sherd.layout.slicing import Segment
 
@@ -71,16 +73,17 @@ class Layer:
 
 
 class LayerMeter:
-    """Measures the layers of one model at each step."""
+    """Measures the layers that one optimizer trains, at each of its steps."""
 
-    def __init__(self, training: Training) -> None:
-        self._training = training
+    def __init__(self, engine: Engine, gradient: Gradient) -> None:
+        self._engine = engine
+        self._gradient = gradient
         self._watch = LayerWatch()
         self._values: dict[tuple[TrackedParameter, int], Tensor] = {}
 
     def before(self) -> None:
         """Before a `step()`: keep the values, if it is a real one."""
-        if self._training.engine.window.last:
+        if self._gradient.window.last:
             self._values = {(m, segment.region.start): value.clone() for m, segment, value in self._own()}
 
     def after(self, step: int, rates: list[float | None], skipped: bool) -> dict[str, dict[str, float]]:
@@ -95,11 +98,10 @@ class LayerMeter:
         return {name: layer.fields() for name, layer in layers.items()}
 
     def _measure(self) -> dict[str, Layer]:
-        engine = self._training.engine
-        squares = dict(zip(engine.buckets.buckets, engine.gradient.own_squares(engine.buckets), strict=True))
+        squares = dict(zip(self._buckets, self._gradient.own_squares(self._buckets), strict=True))
         layers: dict[str, Layer] = {}
         first: dict[str, TrackedParameter] = {}
-        for member in engine.buckets.parameters:
+        for member in self._engine.buckets.parameters:
             first.setdefault(_layer_of(member.name), member)
         for member, segment, value in self._own():
             name = _layer_of(member.name)
@@ -113,10 +115,14 @@ class LayerMeter:
             layer.leads |= member is first[name] and segment.region.start == 0
         return layers
 
+    @property
+    def _buckets(self) -> tuple[Bucket, ...]:
+        return self._engine.buckets.of(self._gradient.optimizer)
+
     def _own(self) -> Iterator[tuple[TrackedParameter, Segment, Tensor]]:
         """The segments of the parameters that this rank owns."""
-        engine = self._training.engine
-        for bucket in engine.buckets.buckets:
+        engine = self._engine
+        for bucket in self._buckets:
             for member, segment in bucket.segments(engine.comm.rank):
                 # Even if it updates all of them, it measures only its slices.
                 flat, start = (

@@ -32,7 +32,7 @@ from sherd.patches.grad_scaler import scale_of
 def record(plan: Plan, comm: Communicator) -> None:
     """Record that a run begins, and every step from now on."""
     run = monitor.current
-    if run is None or (run.steps and plan.optimizer is None):  # another model of the current run
+    if run is None or (run.steps and not plan.optimizers):  # another model of the current run
         return
     if run.steps:
         run = observe.begin_anew()
@@ -42,12 +42,12 @@ def record(plan: Plan, comm: Communicator) -> None:
     run.grad_enabled = torch.is_grad_enabled
     run.loads |= bool(plan.shardings)
     run.clock.follow_this_thread()
-    number = {} if plan.optimizer is not None and run.optimizers == 0 else {"optimizer": run.optimizers}
+    number = {} if plan.optimizers and run.optimizers == 0 else {"optimizer": run.optimizers}
     observe.start_run(**_beginning(plan, comm), **number)
-    if plan.optimizer is not None:
-        training = training_of(plan.optimizer)
+    for optimizer in plan.optimizers:
+        training = training_of(optimizer)
         training.engine.measures = True
-        training.recorder = StepRecorder(training, plan.optimizer, run.optimizers, run)
+        training.recorders[optimizer] = StepRecorder(training, optimizer, run.optimizers, run)
         run.optimizers += 1
     run.end_step()
 

@@ -27,21 +27,22 @@ class StepRecorder:
     def __init__(self, training: Training, optimizer: Optimizer, number: int, run: RunMonitor) -> None:
         self._training = training
         self._optimizer = optimizer
+        self._gradient = training.gradient(optimizer)
         self._number = number
         self._run = run
         self._steps = 0
         self._memory = _Memory(training)
         self._resident = Resident()
-        self._layers = LayerMeter(training) if flag_from_env("SHERD_LAYERS", False) else None
+        self._layers = LayerMeter(training.engine, self._gradient) if flag_from_env("SHERD_LAYERS", False) else None
         self._reader = run.reader()
         self._sent = self._bytes()
 
     def record(self, closure: Closure | None, step: Callable[[Closure | None], Any]) -> Any:
         """Take the step `step(closure)`, and record it if it was a real one."""
-        run, engine = self._run, self._training.engine
+        run, gradient = self._run, self._gradient
         if monitor.current is not run:  # that run is over
             return step(closure)
-        before, loss = (engine.steps, engine.skipped), None
+        before, loss = (gradient.steps, gradient.skipped), None
         run.begin_step()
         if self._layers is not None:
             self._layers.before()
@@ -50,8 +51,8 @@ class StepRecorder:
             return loss
         finally:
             run.end_step()
-            if (engine.steps, engine.skipped) != before:
-                self._emit(loss, skipped=engine.skipped > before[1])
+            if (gradient.steps, gradient.skipped) != before:
+                self._emit(loss, skipped=gradient.skipped > before[1])
 
     def _emit(self, loss: Any, skipped: bool) -> None:
         (tally, seconds), sent, step = self._reader.read(), self._bytes(), self._steps
@@ -66,7 +67,7 @@ class StepRecorder:
             "resident": self._resident.read(),
             "skipped": skipped,
             "lr": [_number(group.get("lr")) for group in self._optimizer.param_groups],
-            "norm_squared": self._training.engine.gradient.own_squared(self._training.engine.buckets),
+            "norm_squared": self._gradient.own_squared(self._training.engine.buckets.of(self._optimizer)),
         }
         self._sent = sent
         if self._layers is not None:

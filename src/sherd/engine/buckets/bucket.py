@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from sherd.comm import Communicator
 from sherd.engine.buckets.exchange import Exchange, Rooms
@@ -73,6 +74,8 @@ class Bucket:
     """What an update reads of the sum: as long as `values.owned`, or up to the last element of the last member."""
     norms: Tensor
     """Norms of the blocks of `slice`; a view into the table of all buckets."""
+    optimizer: Optimizer | None = None
+    """The optimizer whose parameters these are. One in no group of any belongs to the first."""
 
     def __init__(self, described: slicing.Bucket, members: Sequence[TrackedParameter]) -> None:
         assert isinstance(described, FlatBucket), "parameters are placed flat"
@@ -92,6 +95,8 @@ class Bucket:
         """The factor by which the sum was multiplied since its norms were taken."""
         self.edited = False
         """Whether the sum was changed through `p.grad` and not measured since."""
+        self.shown = False
+        """Whether its members' `p.grad` show the sum."""
         self._kept = False  # whether there is memory for its sum
         self._begun = False  # whether memory was chosen for the current gradient
         self._pieces: list[tuple[Piece, list[list[tuple[TrackedParameter | None, int, int]]]]] = []

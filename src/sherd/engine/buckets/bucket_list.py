@@ -3,6 +3,9 @@
 All parameters are packed when the model is distributed: those that require a gradient together, each of the others in a
 bucket of its own. A frozen parameter has no gradient and no optimizer state; when it is unfrozen, its bucket is
 appended. A list is immutable: a change makes a new list of the same bucket objects.
+
+A bucket belongs to one optimizer. With several of them, a parameter that is in no group has a bucket of its own too:
+any of them may be given it later.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ class BucketList:
         world: int,
         group: int,
         bucket_numel: int,
-        optimizer: Optimizer | None = None,
+        optimizers: Sequence[Optimizer] = (),
     ) -> BucketList:
         """Buckets of `bucket_numel` elements for `world` ranks, which sum in groups of `group`.
 
@@ -51,15 +54,20 @@ class BucketList:
         trained = [member for member in members if member.parameter.requires_grad]
         frozen = [member for member in members if not member.parameter.requires_grad]
         last_first = range(len(trained) - 1, -1, -1)  # the order in which gradients arrive
+        groups = [(optimizer, each) for optimizer in optimizers for each in optimizer.param_groups]
+        among = {id(p): index for index, (_, each) in enumerate(groups) for p in each["params"]}
+        places = [among.get(id(member.parameter), len(groups)) for member in trained]
+        keys: list[object] = [None] * len(trained)
+        if len(optimizers) > 1:
+            keys = [groups[at][0] if at < len(groups) else m.name for m, at in zip(trained, places, strict=True)]
+        entries = (member.entry for member in trained)
         layout = ShardLayout.build(
-            (member.entry for member in trained), world, bucket_numel=bucket_numel, group=group, order=last_first
-        )
-        groups = () if optimizer is None else optimizer.param_groups
-        among = {id(p): index for index, each in enumerate(groups) for p in each["params"]}
-        layout = layout.sorted_by([among.get(id(member.parameter), len(groups)) for member in trained])
+            entries, world, bucket_numel=bucket_numel, group=group, order=last_first, keys=keys
+        ).sorted_by(places)
         every = layout.grown(member.entry for member in frozen)
         ordered = [*trained, *frozen]
         made = [Bucket(each, [ordered[entry] for entry in each.members]) for each in every.buckets]
+        assign(made, optimizers)
         for member in trained:
             member.mode = Mode.TRAINED
         buckets, frozen_buckets = tuple(made[: len(layout.buckets)]), tuple(made[len(layout.buckets) :])
@@ -85,7 +93,19 @@ class BucketList:
         """The list with another launch order, given as indices into `buckets`."""
         return replace(self, launch_order=tuple(self.buckets[place] for place in order))
 
+    def of(self, optimizer: Optimizer | None) -> tuple[Bucket, ...]:
+        """The buckets of one optimizer."""
+        return tuple(bucket for bucket in self.buckets if bucket.optimizer is optimizer)
+
     @property
     def every(self) -> tuple[Bucket, ...]:
         """The buckets of all parameters."""
         return self.buckets + self.frozen
+
+
+def assign(buckets: Iterable[Bucket], optimizers: Sequence[Optimizer]) -> None:
+    """Give each bucket to the optimizer that has its parameters; to the first, if none has."""
+    having = {id(p): optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    for bucket in buckets:
+        its = (having[id(member.parameter)] for member in bucket.members if id(member.parameter) in having)
+        bucket.optimizer = next(its, optimizers[0] if optimizers else None)

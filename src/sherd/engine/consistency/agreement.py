@@ -37,14 +37,11 @@ _TRAINABLE = float(1 << 24)
 class Report:
     """What one rank reports."""
 
-    step: int
-    backwards: int
-    """the number of backwards in the gradient"""
+    gradients: Sequence[Gradient]
+    """one per optimizer: its step, the number of backwards in it, and their weights"""
     settings: int
-    """a hash of the optimizer's hyper-parameters, below 2**20"""
+    """a hash of the optimizers' hyper-parameters, below 2**20"""
     finite: bool
-    weight: float
-    weighed: bool
     edited: bool
     """whether a parameter was edited since the last step"""
     late: Sequence[bool]
@@ -60,9 +57,8 @@ class Agreement:
     """The combined reports of all ranks."""
 
     finite: bool
-    weight: float
-    weighing: float
-    """the number of ranks that weighed"""
+    weights: Sequence[tuple[float, float]]
+    """by gradient: the sum of the ranks' weights, and the number of ranks that weighed"""
     edited: bool
     same_settings: bool
     uniform: bool
@@ -71,25 +67,15 @@ class Agreement:
     used: list[bool]
 
 
-def report(
-    buckets: BucketList,
-    gradient: Gradient,
-    step: int,
-    optimizer: Optimizer | None,
-    edited: bool,
-    late: Iterable[Bucket],
-) -> Report:
-    """This rank's report on its gradient."""
+def report(buckets: BucketList, gradients: Sequence[Gradient], edited: bool, late: Iterable[Bucket]) -> Report:
+    """This rank's report on its gradients."""
     late = set(late)
     with bypass_torch_function():
         trainable = [member.parameter.requires_grad for member in buckets.parameters]
     return Report(
-        step=step,
-        backwards=gradient.backwards,
-        settings=0 if optimizer is None else hash_of(settings_of(optimizer)),
+        gradients=gradients,
+        settings=hash_of([settings_of(each.optimizer) for each in gradients if each.optimizer is not None]),
         finite=_finite(buckets.table.norms),
-        weight=gradient.weights.local,
-        weighed=bool(gradient.weights.weighed),
         edited=edited,
         late=[bucket in late for bucket in buckets.buckets],
         used=[member.used_here for member in buckets.parameters],
@@ -97,10 +83,10 @@ def report(
     )
 
 
-def apply(agreed: Agreement, buckets: BucketList, gradient: Gradient, world: int) -> None:
+def apply(agreed: Agreement, buckets: BucketList, gradients: Sequence[Gradient], world: int) -> None:
     """Apply what the ranks agreed on."""
-    gradient.finite = agreed.finite
-    gradient.weights.agreed(agreed.weight, agreed.weighing, world)
+    for gradient, (weight, weighing) in zip(gradients, agreed.weights, strict=True):
+        gradient.weights.agreed(weight, weighing, world)
     for member, used in zip(buckets.parameters, agreed.used, strict=True):
         member.used |= used
         member.used_here = False  # or the parameter would count as used again after zero_grad()
@@ -120,28 +106,31 @@ def settings_of(optimizer: Optimizer) -> Settings:
     ]
 
 
-def hash_of(settings: Settings) -> int:
+def hash_of(settings: Sequence[Settings]) -> int:
     """A number below 2**20 that almost always differs for different settings."""
     return zlib.crc32(repr(settings).encode()) >> 12
 
 
 def agree(comm: Communicator, report: Report, buckets: BucketList) -> Agreement:
     """Sum the ranks' reports; raise if the ranks are out of sync. Collective."""
-    known = [float(not report.finite), report.weight, float(report.weighed), float(report.edited)]
-    common = [float(number) for number in (report.step, report.backwards, report.settings)]
+    known = [float(not report.finite), float(report.edited)]
+    weights = [number for each in report.gradients for number in (each.weights.local, float(each.weights.weighed or 0))]
+    counts = [number for each in report.gradients for number in (each.steps, each.backwards)]
+    common = [float(number) for number in (report.settings, *counts)]
     entries = [_TRAINABLE * can + has for can, has in zip(report.trainable, report.used, strict=True)]
-    parts = [known, common, [number * number for number in common], list(map(float, report.late)), entries]
+    parts = [known, weights, common, [number * number for number in common], list(map(float, report.late)), entries]
     with comm.counters.agreeing():
         total = comm.all_reduce(torch.tensor(list(chain.from_iterable(parts)), dtype=torch.float64)).wait()
         found: list[list[float]] = [part.tolist() for part in torch.split(total, [len(part) for part in parts])]
-        (bad, weight, weighing, edited), sums, squares, late, entries = found
+        (bad, edited), weights, sums, squares, late, entries = found
         same = [_same(one, other, comm.world) for one, other in zip(sums, squares, strict=True)]
-        if not same[0] or not same[1]:
-            raise _apart(comm, report)
+        if not all(same[1:]):
+            raise _apart(comm, report.gradients)
         _compare_trainable(comm, report, entries, buckets)
     used = [count % _TRAINABLE > 0 for count in entries]
     uniform = all(count % _TRAINABLE == count // _TRAINABLE for count in entries)
-    return Agreement(bad == 0, weight, weighing, edited > 0, same[2], uniform, [count > 0 for count in late], used)
+    weighed = list(zip(weights[::2], weights[1::2], strict=True))
+    return Agreement(bad == 0, weighed, edited > 0, same[0], uniform, [count > 0 for count in late], used)
 
 
 def agree_on_edits(comm: Communicator, buckets: BucketList, seen: int, assigned: Sequence[str], step: int) -> bool:
@@ -183,17 +172,19 @@ def _same(total: float, squares: float, world: int) -> bool:
     return total * total == world * squares
 
 
-def _apart(comm: Communicator, report: Report) -> Diverged:
-    by_rank, rank = comm.compare_object((report.step, report.backwards))
-    (step, backwards), (other_step, other_backwards) = by_rank[0], by_rank[rank]
-    if step != other_step:
+def _apart(comm: Communicator, gradients: Sequence[Gradient]) -> Diverged:
+    by_rank, rank = comm.compare_object([(each.label, each.backwards) for each in gradients])
+    first, other = ([label for label, _ in each] for each in (by_rank[0], by_rank[rank]))
+    if first != other:
         what = (
-            f"rank 0 is in step {step} and rank {rank} in step {other_step}; take the same steps on every rank, and "
-            f"decide on all ranks together whether to skip one"
+            f"rank 0 is in {' and '.join(first)} and rank {rank} in {' and '.join(other)}; take the same steps on "
+            f"every rank, and decide on all ranks together whether to skip one"
         )
     else:
+        pairs = zip(by_rank[0], by_rank[rank], strict=True)
+        step, here, there = next((label, here, there) for (label, here), (_, there) in pairs if here != there)
         what = (
-            f"in step {step} the gradient has {backwards} backwards on rank 0 and {other_backwards} on rank {rank}; "
+            f"in {step} the gradient has {here} backwards on rank 0 and {there} on rank {rank}; "
             f"call backward and zero_grad equally often on every rank (a rank without data can call "
             f"sherd.weigh(model, 0))"
         )
@@ -205,9 +196,10 @@ def _compare_trainable(comm: Communicator, report: Report, counts: Sequence[floa
         if count // _TRAINABLE not in (0, comm.world):
             can = comm.all_gather_object(report.trainable[entry])
             yes, no = can.index(True), can.index(False)
-            name = buckets.parameters[entry].name
+            member = buckets.parameters[entry]
+            step = next(each.label for each in report.gradients if each.optimizer is member.bucket.optimizer)
             raise Diverged(
-                f"step {report.step}: parameter {name!r} requires a gradient on rank {yes} and not on rank {no}; set "
+                f"{step}: parameter {member.name!r} requires a gradient on rank {yes} and not on rank {no}; set "
                 f"the same requires_grad on every rank",
                 ranks=(yes, no),
             )

@@ -1,4 +1,4 @@
-"""An optimizer's hyper-parameters, which must be the same on all ranks at every step.
+"""The optimizers' hyper-parameters, which must be the same on all ranks at every step.
 
 Typical causes of a difference are a schedule that follows each rank's own loss, and a rank that leaves a loop early and
 advances its schedule while the others are still in the loop.
@@ -7,7 +7,7 @@ advances its schedule while the others are still in the loop.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -24,24 +24,34 @@ _MEAN = "torch.distributed.all_reduce({}, op=torch.distributed.ReduceOp.AVG)"
 
 
 def compare_optimizers(
-    comm: Communicator, optimizer: Optimizer, members: Sequence[TrackedParameter], step: int | None = None
+    comm: Communicator, optimizers: Sequence[Optimizer], members: Sequence[TrackedParameter], step: int | None = None
 ) -> None:
     """Refuse optimizers that differ between ranks, in a step or at the start. Collective."""
     names = {id(member.parameter): member.name for member in members}
-    groups = settings_of(optimizer)
-    for group, settings in zip(optimizer.param_groups, groups, strict=True):
-        settings["parameters"] = [names.get(id(parameter), "?") for parameter in group["params"]]
-    by_rank, rank = comm.compare_object((type(optimizer).__name__, groups))
+    by_rank, rank = comm.compare_object([_outline(optimizer, names) for optimizer in optimizers])
     if not rank:
         return
-    (kind, groups), (other_kind, others) = by_rank[0], by_rank[rank]
+    pairs = zip(by_rank[0], by_rank[rank], strict=True)
+    at, ((kind, groups), (other_kind, others)) = next(
+        (at, (one, other)) for at, (one, other) in enumerate(pairs) if one != other
+    )
     what, scheduled = _difference(kind, groups, other_kind, others, rank)
+    if len(optimizers) > 1:
+        what = f"of optimizer {at} ({kind}), {what}" if kind == other_kind else f"as optimizer {at}, {what}"
     when = "at sherd.distribute" if step is None else f"in step {step}"
     if step is None or not scheduled:
         raise Diverged(f"{when} the ranks' optimizers differ: {what}; use the same settings on every rank", (0, rank))
     with comm.counters.agreeing():
-        schedules = comm.all_gather_object(_schedules_of(optimizer))
+        schedules = comm.all_gather_object(_schedules_of(optimizers[at]))
     raise Diverged(f"{when} {_cause(schedules[0], schedules[rank], rank, what)}", (0, rank))
+
+
+def _outline(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[str, Settings]:
+    """The class of an optimizer, and the settings and parameters of its groups."""
+    groups = settings_of(optimizer)
+    for group, settings in zip(optimizer.param_groups, groups, strict=True):
+        settings["parameters"] = [names.get(id(parameter), "?") for parameter in group["params"]]
+    return type(optimizer).__name__, groups
 
 
 def _difference(kind: str, groups: Settings, other_kind: str, others: Settings, rank: int) -> tuple[str, bool]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from sherd.engine.buckets.inventory import Inventory
 from sherd.errors import SherdError
@@ -15,21 +16,21 @@ from sherd.errors import SherdError
 class Torn:
     """Refuses to use parameters or optimizer state that were only partly updated."""
 
-    def __init__(self, inventory: Inventory, rank: int, has_optimizer: bool) -> None:
+    def __init__(self, inventory: Inventory, rank: int, optimizers: Iterable[Optimizer]) -> None:
         self._model = inventory.model
         self._parameters = inventory.parameters
         self._rank = rank
-        self._has_optimizer = has_optimizer
+        self._optimizers = tuple(optimizers)
         self._why = ""
         self._parameters_left: set[int] = set()
-        self._optimizer_left = False
+        self._optimizers_left: set[Optimizer] = set()
         self._hooks: list[Any] = []
 
-    def tear(self, step: int, error: BaseException) -> None:
+    def tear(self, step: str, error: BaseException) -> None:
         """The update of this step failed after it had started."""
-        self._why = f"the update of step {step} failed halfway ({type(error).__name__}: {error})"
+        self._why = f"the update of {step} failed halfway ({type(error).__name__}: {error})"
         self._parameters_left = {id(parameter) for parameter in self._parameters}
-        self._optimizer_left = self._has_optimizer
+        self._optimizers_left = set(self._optimizers)
         if not self._hooks:
             myself = weakref.ref(self)
 
@@ -46,6 +47,7 @@ class Torn:
             raise SherdError(
                 f"rank {self._rank}: {what} is refused: {self._why}, so parameters and optimizer state are only partly "
                 f"updated; load both, on every rank: model.load_state_dict(...) and optimizer.load_state_dict(...)"
+                f"{' of every optimizer' if len(self._optimizers) > 1 else ''}"
             )
 
     def loaded(self, parameters: Iterable[nn.Parameter]) -> bool:
@@ -53,13 +55,13 @@ class Torn:
         self._parameters_left.difference_update(map(id, parameters))
         return self._mend()
 
-    def loaded_optimizer(self) -> bool:
-        """The optimizer's state was loaded; return whether nothing is torn any more."""
-        self._optimizer_left = False
+    def loaded_optimizer(self, optimizer: Optimizer) -> bool:
+        """An optimizer's state was loaded; return whether nothing is torn any more."""
+        self._optimizers_left.discard(optimizer)
         return self._mend()
 
     def _mend(self) -> bool:
-        if not self._why or self._parameters_left or self._optimizer_left:
+        if not self._why or self._parameters_left or self._optimizers_left:
             return False
         self._why = ""
         for hook in self._hooks:

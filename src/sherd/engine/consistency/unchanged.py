@@ -95,11 +95,20 @@ class Unchanged:
         self._store.keep_edits(edited)
         self.written(edited)
 
-    def compare_if_any(self, when: str) -> None:
-        """The same, if any rank has edits. Collective."""
+    def compare_if_any(self, when: str, doing: Sequence[str] = (), mine: str = "") -> None:
+        """The same, if any rank has edits. Of several things that they may be `doing`, ranks must all do `mine`.
+        Collective."""
+        flags = [float(bool(self.edits)), *(float(each == mine) for each in doing)]
         with self._comm.counters.agreeing():
-            edited = self._comm.all_reduce(torch.tensor([float(bool(self.edits))])).wait()
-        if edited.item():
+            edited, *counts = self._comm.all_reduce(torch.tensor(flags)).wait().tolist()
+            if any(count not in (0, self._comm.world) for count in counts):
+                by_rank, rank = self._comm.compare_object(mine)
+                raise Diverged(
+                    f"the ranks are out of sync: rank 0 is in {by_rank[0]} and rank {rank} in {by_rank[rank]}; step "
+                    f"the optimizers in the same order on every rank",
+                    ranks=(0, rank),
+                )
+        if edited:
             self.compare(when)
 
     def compare_values(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,46 +35,51 @@ class GradAccess(ABC):
     def __init__(self) -> None:
         self.seen = 0
         """A hash below 2**20 of the gradients that were edited: the same on ranks that made the same edits."""
-        self.assigned: list[str] = []
+        self.assigned: list[TrackedParameter] = []
         """The parameters whose gradient was set to one of the user's tensors; for messages."""
-        self._shown = False
 
     def follow(self, members: Iterable[TrackedParameter]) -> None:
         """Include these parameters from now on: they are trained."""
         return
 
-    def show(self, buckets: BucketList) -> None:
-        """The sums are done: set `p.grad`."""
+    def show(self, buckets: Sequence[Bucket]) -> None:
+        """The sums of these are done: set `p.grad`."""
         with bypass_torch_function():
-            for member in buckets.parameters:
+            for member in _members(buckets):
                 if member.used and member.parameter.dtype == member.bucket.dtype:  # otherwise it was converted
                     member.parameter.grad = self._view(member)
-        self._shown = True
+        for bucket in buckets:
+            bucket.shown = True
 
-    def hide(self, buckets: BucketList, whole: bool) -> None:
-        """A round begins: take `p.grad` away, or autograd would add to it. It is not `whole` inside a window."""
+    def hide(self, buckets: BucketList, filling: Iterable[Bucket]) -> None:
+        """A round begins: take `p.grad` away, or autograd would add to it. Those that are `filling` show none."""
         self.collect(buckets)
-        self._take_away(buckets)
+        self._take_away(buckets.buckets)
 
-    def forget(self, buckets: BucketList) -> None:
-        """Drop the gradient."""
+    def forget(self, buckets: Sequence[Bucket]) -> None:
+        """Drop the gradient of these."""
         self._take_away(buckets)
-        self.seen, self.assigned = 0, []
+        self.assigned = [member for member in self.assigned if member.bucket not in buckets]
+
+    def accept(self, buckets: Sequence[Bucket]) -> None:
+        """The sums of these were changed, but not by the program."""
+        return
 
     def collect(self, buckets: BucketList) -> None:
         """Apply changes of `p.grad` to the sums, and mark the buckets that changed as `edited`."""
         rewritten: dict[Bucket, dict[TrackedParameter, Tensor | None]] = {}  # what `p.grad` was set to
         for member, gradient in _grads(buckets):
             if gradient is None:
-                if member.used and self._shown:
+                if member.used and member.bucket.shown:
                     member.used = False
                     rewritten.setdefault(member.bucket, {})[member] = None
             elif not self._is_ours(member, gradient) and gradient.dtype == member.bucket.dtype:
                 # Another dtype: the parameter was converted, which will be refused.
                 member.used = True
-                self.assigned.append(member.name)
+                self.assigned.append(member)
                 rewritten.setdefault(member.bucket, {})[member] = gradient
-        changed = self._changed(buckets) if self._shown else set()  # else only the sums themselves were written
+        # Where the program cannot see them, only the sums themselves were written.
+        changed = {bucket for bucket in self._changed(buckets) if bucket.shown}
         for bucket, gradients in rewritten.items():
             self._rewrite(bucket, gradients)
             bucket.edited = True
@@ -88,11 +93,12 @@ class GradAccess(ABC):
         """Buckets that may have been changed in a way that `collect` cannot detect."""
         return set()
 
-    def _take_away(self, buckets: BucketList) -> None:
-        self._shown = False
+    def _take_away(self, buckets: Sequence[Bucket]) -> None:
         with bypass_torch_function():
-            for member in buckets.parameters:
+            for member in _members(buckets):
                 member.parameter.grad = None
+        for bucket in buckets:
+            bucket.shown = False
 
     def _rewrite(self, bucket: Bucket, gradients: Mapping[TrackedParameter, Tensor | None]) -> None:
         """Write what `p.grad` was set to into the sum. A gradient that the program kept from before does not change."""
@@ -149,6 +155,10 @@ def _grads(buckets: BucketList) -> list[tuple[TrackedParameter, Tensor | None]]:
         return [(member, member.parameter.grad) for member in buckets.parameters]
 
 
+def _members(buckets: Iterable[Bucket]) -> Iterator[TrackedParameter]:
+    return (member for bucket in buckets for member in bucket.members)
+
+
 class WholeAccess(GradAccess):
     """`p.grad` is a view of the sum."""
 
@@ -159,17 +169,20 @@ class WholeAccess(GradAccess):
     def follow(self, members: Iterable[TrackedParameter]) -> None:
         self._versions.update({member.bucket: member.bucket.sum._version for member in members})
 
-    def show(self, buckets: BucketList) -> None:
+    def show(self, buckets: Sequence[Bucket]) -> None:
         super().show(buckets)
-        self._note(buckets)
+        self.accept(buckets)
 
     def collect(self, buckets: BucketList) -> None:
         super().collect(buckets)
-        self._note(buckets)
+        self.accept(buckets.buckets)
 
-    def forget(self, buckets: BucketList) -> None:
+    def forget(self, buckets: Sequence[Bucket]) -> None:
         super().forget(buckets)
-        self._note(buckets)
+        self.accept(buckets)
+
+    def accept(self, buckets: Sequence[Bucket]) -> None:
+        self._versions.update({bucket: bucket.sum._version for bucket in buckets})
 
     def suspects(self, buckets: BucketList) -> set[Bucket]:
         # `p.grad.data.mul_(2)` writes into the sum without changing a version.
@@ -193,9 +206,6 @@ class WholeAccess(GradAccess):
 
     def _see(self, bucket: Bucket, set_to: Mapping[TrackedParameter, Tensor | None]) -> None:
         self._note_seen(checksum(bucket.sum))
-
-    def _note(self, buckets: BucketList) -> None:
-        self._versions = {bucket: bucket.sum._version for bucket in buckets.buckets}
 
 
 def _local(member: TrackedParameter) -> Tensor:
@@ -222,13 +232,14 @@ class ShardedAccess(GradAccess):
         self._gathered: dict[Bucket, Tensor] = {}
         self._scaled: set[Bucket] = set()
 
-    def hide(self, buckets: BucketList, whole: bool) -> None:
-        for member, gradient in () if whole else _grads(buckets):
-            if gradient is not None:
-                raise SherdError(
-                    f"p.grad of {member.name!r} was set inside an accumulation window; do it after its last backward"
-                )
-        super().hide(buckets, whole)
+    def hide(self, buckets: BucketList, filling: Iterable[Bucket]) -> None:
+        with bypass_torch_function():
+            too_early = next((m.name for m in _members(filling) if m.parameter.grad is not None), None)
+        if too_early is not None:
+            raise SherdError(
+                f"p.grad of {too_early!r} was set inside an accumulation window; do it after its last backward"
+            )
+        super().hide(buckets, filling)
 
     def read(self, member: TrackedParameter) -> Tensor:
         """The whole gradient of a parameter. Collective."""
@@ -257,11 +268,12 @@ class ShardedAccess(GradAccess):
     def _is_ours(self, member: TrackedParameter, gradient: Tensor) -> bool:
         return gradient is self._views.get(member)
 
-    def _take_away(self, buckets: BucketList) -> None:
+    def _take_away(self, buckets: Sequence[Bucket]) -> None:
         super()._take_away(buckets)
-        self._let_go(self._views)
-        self._gathered.clear()  # sums may be scaled or zeroed from here on
-        self._scaled.clear()
+        self._let_go(_members(buckets))
+        for bucket in buckets:
+            self._gathered.pop(bucket, None)  # sums may be scaled or zeroed from here on
+            self._scaled.discard(bucket)
 
     def _rewrite(self, bucket: Bucket, gradients: Mapping[TrackedParameter, Tensor | None]) -> None:
         for member in gradients:

@@ -1,15 +1,15 @@
-"""The gradient of a whole model: its accumulation window, the weights of its contributions, and its norm."""
+"""The gradient that an optimizer steps from: its accumulation window, the weights of its contributions, its norms."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
+from torch.optim import Optimizer
 
-from sherd.comm import Communicator
 from sherd.data import batch_weight
 from sherd.engine.buckets.bucket import Bucket
-from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.norms import squares
 from sherd.errors import ConfigError
 
@@ -30,8 +30,6 @@ class Window:
         self.length = length
         self.state = Filling.BETWEEN
         self._position = 0
-        self.holding = False
-        """Whether the user said that a backward is not the last of its step."""
 
     def backward(self) -> None:
         """A backward begins."""
@@ -85,12 +83,6 @@ class LossWeights:
         """The sum of the weights of this rank's contributions."""
         self.divided = False
         self._entered: float | None = None
-
-    def set(self, weight: float) -> None:
-        """Set the weight of the next backward."""
-        if not weight >= 0 or weight == float("inf"):
-            raise ConfigError(f"sherd.weigh got {weight!r}; a weight is a finite number, such as a count of tokens")
-        self._next = float(weight)
 
     @property
     def pending(self) -> float | None:
@@ -183,65 +175,77 @@ class LossWeights:
 
 
 class Gradient:
-    """The sums of all buckets together. `buckets` is passed each time, since it is replaced when more is trained."""
+    """The gradient of the parameters that one optimizer steps; without an optimizer, of all parameters.
 
-    def __init__(self, weights: LossWeights) -> None:
-        self.weights = weights
-        self.finite = True
-        """Whether it is finite on every rank."""
+    Optimizers of one model share every backward. Each drops its own gradient, and takes its own steps. `buckets` is
+    passed each time, since it is replaced when more is trained.
+    """
+
+    def __init__(self, optimizer: Optimizer | None, name: str, loss_reduction: str, accumulate: int) -> None:
+        self.optimizer = optimizer
+        self.name = name
+        """Which of several optimizers, in words; empty if there is only one."""
+        self.window = Window(accumulate)
+        self.weights = LossWeights(loss_reduction, accumulate)
         self.backwards = 0
         """The number of backwards in it."""
+        self.steps = 0
+        """How many steps were taken."""
+        self.skipped = 0
         self._left = 1.0  # the fraction that clipping left
 
-    def restart(self, buckets: BucketList) -> None:
+    @property
+    def calls(self) -> int:
+        """How many real `step()` calls there were, skipped ones included."""
+        return self.steps + self.skipped
+
+    @property
+    def label(self) -> str:
+        """The current step, in words."""
+        return f"step {self.steps} of {self.name}" if self.name else f"step {self.steps}"
+
+    def restart(self, buckets: Iterable[Bucket]) -> None:
         """Start over: the next backward is the first."""
         self.weights.forget()
         self.backwards = 0
         self._left = 1.0
-        buckets.table.norms.zero_()
-        for bucket in buckets.buckets:
+        for bucket in buckets:
+            bucket.norms.zero_()
             bucket.scaled, bucket.edited = 1.0, False
 
-    def scale(self, buckets: BucketList, factor: float) -> None:
-        """Multiply every sum."""
-        for bucket in buckets.buckets:
-            if bucket.summed:
-                bucket.scale(factor)
-
-    def divide(self, buckets: BucketList) -> None:
+    def divide(self, buckets: Iterable[Bucket]) -> None:
         """Turn a weighted sum into a weighted mean."""
-        divisor = self.weights.divisor()
-        if divisor != 1.0:
-            self.scale(buckets, 1.0 / divisor)
+        _scale(buckets, 1.0 / self.weights.divisor())
 
-    def add(self, buckets: BucketList) -> None:
+    def add(self, buckets: Iterable[Bucket]) -> None:
         """Prepare to add more: a mean becomes a sum again; clipping is not undone."""
         self._left = 1.0
-        divided = self.weights.undivide()
-        if divided != 1.0:
-            self.scale(buckets, divided)
+        _scale(buckets, self.weights.undivide())
 
-    def clip(self, buckets: BucketList, max_norm: float, comm: Communicator, suspects: set[Bucket]) -> float:
-        """Scale it to a 2-norm of at most `max_norm`; return the norm before. `suspects` may have changed undetected.
+    def clip(self, buckets: Iterable[Bucket], factor: float) -> None:
+        """Keep this fraction of it."""
+        _scale(buckets, factor)
+        self._left *= factor
 
-        Collective. The same bits on every rank, and under every strategy with the same `AccumulateAt`.
-        """
-        for bucket in buckets.buckets:
-            if bucket.scaled != 1.0 or bucket in suspects:
-                bucket.measure()
-        norm = buckets.table.total(comm)
-        factor = max_norm / (norm + 1e-6)
-        if factor < 1.0:
-            self.scale(buckets, factor)
-            self._left *= factor
-        return norm
-
-    def own_squares(self, buckets: BucketList) -> list[Tensor]:
+    def own_squares(self, buckets: Iterable[Bucket]) -> list[Tensor]:
         """The squared norms of this rank's blocks before clipping, bucket by bucket."""
-        return [squares(bucket, self._left or 1.0) for bucket in buckets.buckets]  # an infinite norm is clipped to 0
+        return [squares(bucket, self._left or 1.0) for bucket in buckets]  # an infinite norm is clipped to 0
 
-    def own_squared(self, buckets: BucketList) -> float:
+    def own_squared(self, buckets: Sequence[Bucket]) -> float:
         """Their sum: this rank's share of the squared 2-norm."""
-        if self._left == 1.0 and all(bucket.scaled == 1.0 for bucket in buckets.buckets):
-            return float(buckets.table.norms.dot(buckets.table.norms))
+        if self._left == 1.0 and all(bucket.scaled == 1.0 for bucket in buckets):
+            return sum(float(bucket.norms.dot(bucket.norms)) for bucket in buckets)
         return sum(float(each.sum()) for each in self.own_squares(buckets))
+
+
+def name_of(optimizer: Optimizer, index: int) -> str:
+    """The name of one of several optimizers in messages."""
+    return f"optimizer {index} ({type(optimizer).__name__})"
+
+
+def _scale(buckets: Iterable[Bucket], factor: float) -> None:
+    """Multiply every sum."""
+    if factor != 1.0:
+        for bucket in buckets:
+            if bucket.summed:
+                bucket.scale(factor)

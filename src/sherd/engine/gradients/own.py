@@ -7,7 +7,7 @@ they are copied together; a gradient that has a bucket to itself is read where i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sherd.data import batch_weight
 from sherd.engine.buckets.bucket import Bucket
 from sherd.engine.buckets.bucket_list import BucketList
-from sherd.engine.gradients.gradient import LossWeights, Window
+from sherd.engine.gradients.gradient import Gradient
 from sherd.engine.parameters.isolation import bypass_torch_function
 from sherd.layout.placement import BLOCK, padded
 
@@ -25,10 +25,9 @@ _NOTHING = torch.empty(0)
 class OwnGradients:
     """What autograd adds up in `p.grad`, with the weights of its backwards."""
 
-    def __init__(self, weights: LossWeights, window: Window) -> None:
-        self._weights = weights
-        self._window = window
-        self._aside: list[tuple[nn.Parameter, Tensor | None]] | None = None
+    def __init__(self, gradients: Sequence[Gradient]) -> None:
+        self._gradients = gradients
+        self._aside: list[tuple[Gradient, list[tuple[nn.Parameter, Tensor | None]]]] = []
         self._flat: dict[Bucket, tuple[Tensor, list[Tensor]]] = {}
         self._order: tuple[BucketList, Tensor] | None = None
         self.finite = True
@@ -42,29 +41,26 @@ class OwnGradients:
 
     def begin(self, buckets: BucketList) -> None:
         """A backward begins. Where it has a weight of its own, it starts from nothing and is added at the end."""
-        weights = self._weights
-        plain = weights.pending is None and not weights.weighed and self._window.length == 1
-        if plain and batch_weight.current() == 1.0:
+        if batch_weight.current() == 1.0 and all(_plain(gradient) for gradient in self._gradients):
             return
         with bypass_torch_function():
-            self._aside = [(member.parameter, member.parameter.grad) for member in buckets.parameters]
-            for parameter, _ in self._aside:
-                parameter.grad = None
+            for gradient in self._gradients:
+                members = (member for bucket in buckets.of(gradient.optimizer) for member in bucket.members)
+                self._aside.append((gradient, [(member.parameter, member.parameter.grad) for member in members]))
+            for member in buckets.parameters:
+                member.parameter.grad = None
 
     def end(self) -> None:
         """It is over: multiply what it made by its weight, and add it to what was there."""
-        aside, self._aside = self._aside, None
-        if aside is None:
+        aside, self._aside = self._aside, []
+        if not aside:
             return
         with bypass_torch_function():
-            made = [parameter.grad for parameter, _ in aside if parameter.grad is not None]
+            made = any(parameter.grad is not None for _, its in aside for parameter, _ in its)
             if made:  # else it was another model's
-                self._scale([before for _, before in aside if before is not None], self._weights.undivide())
-                self._window.backward()
-                factor = self._weights.enter()
-                self._scale(made, factor)
-                self._weights.agreed(self._weights.local, float(bool(self._weights.weighed)), 1)
-            for parameter, before in aside:
+                for gradient, its in aside:
+                    self._weigh(gradient, its)
+            for parameter, before in (each for _, its in aside for each in its):
                 if before is not None and parameter.grad is not None:
                     parameter.grad = (
                         before.add_(parameter.grad) if not before.requires_grad else before + parameter.grad
@@ -72,35 +68,42 @@ class OwnGradients:
                 elif before is not None:
                     parameter.grad = before
 
+    def _weigh(self, gradient: Gradient, its: list[tuple[nn.Parameter, Tensor | None]]) -> None:
+        weights = gradient.weights
+        self._scale([before for _, before in its if before is not None], weights.undivide())
+        gradient.window.backward()
+        self._scale([parameter.grad for parameter, _ in its if parameter.grad is not None], weights.enter())
+        weights.agreed(weights.local, float(bool(weights.weighed)), 1)
+
     def abandon(self) -> None:
         """It failed: what it made is dropped."""
-        aside, self._aside = self._aside, None
-        for parameter, before in aside or ():
+        aside, self._aside = self._aside, []
+        for parameter, before in (each for _, its in aside for each in its):
             parameter.grad = before
 
     # ---------------------------------------------------------------- between backward and step
 
     def divide(self, buckets: BucketList) -> None:
         """Turn a weighted sum into a weighted mean."""
-        divisor = self._weights.divisor()
-        if divisor != 1.0:
-            self._scale(_grads(buckets), 1.0 / divisor)
+        for gradient in self._gradients:
+            divisor = gradient.weights.divisor()
+            if divisor != 1.0:
+                self._scale(_grads(buckets.of(gradient.optimizer)), 1.0 / divisor)
 
-    def forget(self, buckets: BucketList, keep_zeros: bool) -> None:
-        """Drop the gradients, or set them to zero."""
-        self._weights.forget()
+    def forget(self, buckets: Iterable[Bucket], keep_zeros: bool) -> None:
+        """Drop the gradients of these, or set them to zero."""
         with bypass_torch_function():
-            for member in buckets.parameters:
+            for member in (member for bucket in buckets for member in bucket.members):
                 gradient = member.parameter.grad
                 if gradient is not None:
                     member.parameter.grad = torch.zeros_like(gradient) if keep_zeros else None
 
-    def fill(self, buckets: BucketList) -> None:
-        """Give every bucket the gradient that an update reads, and note which parameters have one."""
+    def fill(self, buckets: Iterable[Bucket]) -> None:
+        """Give these buckets the gradient that an update reads, and note which parameters have one."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         with bypass_torch_function(), torch.no_grad():
-            for bucket in buckets.buckets:
+            for bucket in buckets:
                 for member in bucket.members:
                     member.used = member.parameter.grad is not None
                 if len(bucket.members) == 1:
@@ -123,7 +126,7 @@ class OwnGradients:
 
     def measure(self, buckets: BucketList) -> float:
         """The 2-norm of the gradients of this rank, with the bits that the same sums have under every strategy."""
-        self.fill(buckets)
+        self.fill(buckets.buckets)
         norms = [self._block_norms(bucket) for bucket in buckets.buckets]
         for bucket, found in zip(buckets.buckets, norms, strict=True):
             rows = bucket.norms.numel()
@@ -141,7 +144,7 @@ class OwnGradients:
         norm = self.measure(buckets)
         factor = max_norm / (norm + 1e-6)
         if factor < 1.0:
-            self._scale(_grads(buckets), factor)
+            self._scale(_grads(buckets.buckets), factor)
         return norm
 
     # ---------------------------------------------------------------- private
@@ -197,9 +200,14 @@ class OwnGradients:
                 torch._foreach_mul_(gradients, factor)
 
 
-def _grads(buckets: BucketList) -> list[Tensor]:
+def _plain(gradient: Gradient) -> bool:
+    """Whether its next backward counts as much as any, and so can be added by autograd."""
+    return gradient.weights.pending is None and not gradient.weights.weighed and gradient.window.length == 1
+
+
+def _grads(buckets: Iterable[Bucket]) -> list[Tensor]:
     with bypass_torch_function():
-        found = [member.parameter.grad for member in buckets.parameters]
+        found = [member.parameter.grad for bucket in buckets for member in bucket.members]
     return [gradient for gradient in found if gradient is not None]
 
 

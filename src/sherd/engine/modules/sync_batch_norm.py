@@ -30,8 +30,10 @@ class Trainer(Protocol):
     """The engine whose ranks share statistics, for as long as it lives."""
 
     comm: Communicator
-    weights: LossWeights
     modules_communicate: bool
+
+    @property
+    def weights(self) -> LossWeights: ...
 
 
 def share_statistics(model: nn.Module, engine: Trainer, undo: ExitStack) -> None:

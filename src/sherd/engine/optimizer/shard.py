@@ -69,7 +69,7 @@ class Condition(enum.Enum):
 
 
 class OptimizerShard:
-    """Steps `owner`'s part of the parameters in `buckets`, or all of them, using their values and sums.
+    """Steps `owner`'s part of the parameters in its `buckets`, or all of them, using their values and sums.
 
     State that the optimizer already has is taken over. The optimizer may also hold other `known` parameters, which are
     not stepped until they are trained.
@@ -122,8 +122,11 @@ class OptimizerShard:
     def follow(self, buckets: BucketList) -> None:
         """Step the parameters in these buckets from now on; parameters may only be added."""
         self._buckets = buckets
+        # A shard that is made for itself, without an engine, has all of them.
+        ours = {member for member in buckets.parameters if member.bucket.optimizer in (None, self._optimizer)}
+        self._others: dict[Tensor, TrackedParameter] = {m.parameter: m for m in buckets.parameters if m not in ours}
         joined: dict[Tensor, TrackedParameter] = {
-            member.parameter: member for member in buckets.parameters if member.parameter not in self._members
+            m.parameter: m for m in buckets.parameters if m in ours and m.parameter not in self._members
         }
         self._members.update(joined)
         new = {member.bucket for member in joined.values()}
@@ -326,6 +329,12 @@ class OptimizerShard:
         self._groups = {}
         for index, group in enumerate(groups):
             for position, parameter in enumerate(group["params"]):
+                if parameter in self._others:
+                    raise ConfigError(
+                        f"group {index} of {self._kind.__name__} has parameter {self._others[parameter].name!r}, which "
+                        f"another optimizer had at sherd.distribute; leave it there, and set its lr in both to change "
+                        f"which one trains it"
+                    )
                 if parameter in self._members:
                     self._groups[parameter] = index
                 elif parameter not in self._known and parameter.requires_grad:
