@@ -37,7 +37,7 @@ def state_bytes(strategy, rank, world):
     engine = training.engine
     for member in engine.buckets.parameters:
         member.used = True
-    engine.access.show(engine.buckets.buckets)
+    engine.summed.access.show(engine.buckets.buckets)
     with engine.updating(training.gradient(optimizer)):
         training.shard(optimizer).step()
     return engine.store.bytes() + engine.gradient_bytes()["gradients"] + training.state_bytes()

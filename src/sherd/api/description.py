@@ -53,7 +53,7 @@ def _rows(mine: Mapping[str, int], everybody: Sequence[Mapping[str, int]], numel
 
 def _accumulation(training: Training) -> list[str]:
     """Where backwards accumulate, if a step has several: it affects the bits, and strategies differ in it."""
-    backwards, where = training.engine.accumulate, training.engine.policy.accumulate_at
+    backwards, where = training.engine.trained.accumulate, training.engine.policy.accumulate_at
     if backwards == 1:
         return []
     how = "the rank, one exchange per step" if where is AccumulateAt.RANK else "the owner, an exchange per backward"

@@ -46,7 +46,7 @@ def weigh(model: nn.Module, weight: float) -> None:
     engine = training_of(model).engine
     if not weight >= 0 or weight == float("inf"):
         raise ConfigError(f"sherd.weigh got {weight!r}; a weight is a finite number, such as a count of tokens")
-    engine.weigh(float(weight))
+    engine.trained.weigh(float(weight))
 
 
 @contextmanager
@@ -57,12 +57,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     their owners (the default of zero2 and zero3), every backward is exchanged anyway: there is no memory for a local
     gradient. The two differ only in rounding; write the same `accumulate_at` for the same bits.
     """
-    engine = training_of(model).engine
-    before, engine.holding = engine.holding, True
+    trained = training_of(model).engine.trained
+    before, trained.holding = trained.holding, True
     try:
         yield
     finally:
-        engine.holding = before
+        trained.holding = before
 
 
 @contextmanager

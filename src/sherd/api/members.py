@@ -132,7 +132,7 @@ def _check_step(optimizer: Optimizer) -> None:
     why = None
     if engine.store.updates_slices:
         why = "every rank would update all parameters and keep state for all of them, instead of for its own part"
-    elif engine.accumulate > 1:
+    elif engine.trained.accumulate > 1:
         why = "it ignores accumulate=, and would find no gradient inside an incomplete window"
     if why is not None:
         kind = type(optimizer).__name__

@@ -86,7 +86,7 @@ class Training:
     def _step_by_closure(self, optimizer: Optimizer, closure: Closure) -> Any:
         """A step that may evaluate the loss several times, each time with the loss and gradient of all ranks."""
         engine, gradient, name = self.engine, self.gradient(optimizer), type(optimizer).__name__
-        if engine.accumulate > 1:
+        if engine.trained.accumulate > 1:
             raise ConfigError(f"{name} evaluates the loss several times per step; use accumulate=1")
         weights = gradient.weights
         weight = weights.pending  # set before the step, it holds for every evaluation
@@ -97,7 +97,7 @@ class Training:
 
                 def evaluate(*arguments: Any, **options: Any) -> Any:
                     update.begun |= engine.accept_edits()  # the parameters that its search has set so far
-                    engine.weigh(weight)
+                    engine.trained.weigh(weight)
                     loss = closure(*arguments, **options)
                     if not engine.prepare_step(gradient):
                         raise SherdError(
@@ -106,8 +106,8 @@ class Training:
                         )
                     if loss is not None or self.shard(optimizer).needs_closure:
                         with labelled(f"the loss of {gradient.label}"):
-                            loss = loss_of_all(engine.together, weights, loss, name)
-                    engine.weigh(None)
+                            loss = loss_of_all(engine.path.together, weights, loss, name)
+                    engine.trained.weigh(None)
                     update.begun = True
                     return loss
 

@@ -9,13 +9,17 @@ from contextlib import ExitStack
 import torch
 from torch.optim import Optimizer
 
-from sherd.comm import Communicator
+from sherd.comm import Communicator, SoloCommunicator
 from sherd.config import StepOptions
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.exchange import Exchange, ReplicaExchange, SliceExchange, WholeExchange
 from sherd.engine.buckets.inventory import Inventory
+from sherd.engine.consistency.torn import Torn
+from sherd.engine.consistency.unchanged import Unchanged
 from sherd.engine.engine import Engine, Parts
 from sherd.engine.gradients.access import ShardedAccess, WholeAccess
+from sherd.engine.gradients.gradient import Trained
+from sherd.engine.gradients.own import OwnGradients
 from sherd.engine.optimizer.elementwise import own_collective, why_not_elementwise
 from sherd.engine.optimizer.unsplit import updater_for
 from sherd.engine.parameters.flat_stores import PrivateStore
@@ -26,6 +30,7 @@ from sherd.engine.parameters.mesh import Mesh
 from sherd.engine.parameters.restore import tensors_as_they_are
 from sherd.engine.parameters.store import ParameterStore
 from sherd.engine.policy import AccumulateAt, ExchangePolicy, Home, Keeps, Owns
+from sherd.engine.summed import SummedGradients
 from sherd.errors import ConfigError
 from sherd.layout.packing import bucket_numel
 from sherd.patches import backward
@@ -95,16 +100,17 @@ def assemble(
     mesh = Mesh.cut(comm, policy.shard_over or comm.world)
     undo.callback(mesh.close)
     undo.callback(tensors_as_they_are((*inventory.parameters, *inventory.buffers)))
-    parts = Parts(
-        mesh=mesh,
-        buckets=buckets,
-        policy=policy,
-        store=_STORES[policy.home](mesh, inventory, buckets, owner),
-        exchange=_EXCHANGES[policy.keeps, policy.owns](comm, numel, inventory.device, policy.reduce),
-        access=WholeAccess() if owner is None else ShardedAccess(comm),
-        adds_up_here=policy.accumulate_at is AccumulateAt.RANK,
-    )
-    engine = Engine(comm, inventory, options, optimizers, parts)
-    undo.callback(backward.forget, engine)
-    engine.shards = {each: updater_for(each, buckets, owner, inventory.parameters) for each in optimizers}
+    store = _STORES[policy.home](mesh, inventory, buckets, owner)
+    trained = Trained(inventory, buckets, optimizers, options.loss_reduction, options.accumulate)
+    unchanged = Unchanged(comm, inventory, store, checksums=options.check == "edits")
+    torn = Torn(inventory, comm.rank, optimizers)
+    exchange = _EXCHANGES[policy.keeps, policy.owns](comm, numel, inventory.device, policy.reduce)
+    access = WholeAccess() if owner is None else ShardedAccess(comm)
+    adds_up_here = policy.accumulate_at is AccumulateAt.RANK
+    summed = SummedGradients(comm, trained, exchange, access, unchanged, torn, adds_up_here)
+    own = OwnGradients(trained, SoloCommunicator(comm.options))
+    for path in (summed, own):
+        undo.callback(backward.forget, path)
+    engine = Engine(comm, options, Parts(mesh, policy, store, trained, unchanged, torn, summed, own))
+    trained.shards = {each: updater_for(each, buckets, owner, inventory.parameters) for each in optimizers}
     return engine

@@ -68,9 +68,12 @@ def listen(listener: Listener) -> None:
     _listeners.append(weakref.ref(listener))
 
 
-def forget(listener: Listener) -> None:
-    """Stop notifying `listener`."""
-    _listeners[:] = [reference for reference in _listeners if reference() is not listener]
+def forget(listener: Listener) -> bool:
+    """Stop notifying `listener`; return whether it was notified."""
+    others = [reference for reference in _listeners if reference() is not listener]
+    found = len(others) < len(_listeners)
+    _listeners[:] = others
+    return found
 
 
 def under_way() -> bool:

@@ -97,7 +97,8 @@ class Bucket:
         """Whether the sum was changed through `p.grad` and not measured since."""
         self.shown = False
         """Whether its members' `p.grad` show the sum."""
-        self._kept = False  # whether there is memory for its sum
+        self.kept = False
+        """Whether there is memory for its sum."""
         self._begun = False  # whether memory was chosen for the current gradient
         self._pieces: list[tuple[Piece, list[list[tuple[TrackedParameter | None, int, int]]]]] = []
 
@@ -114,7 +115,7 @@ class Bucket:
     def keep(self, exchange: Exchange, memory: Tensor) -> None:
         """Train this bucket from now on: keep its sum in `memory` and reduce it by `exchange`."""
         self.exchange = exchange
-        self._kept = True
+        self.kept = True
         self._rooms = Rooms(exchange.room(self, memory), lambda: exchange.another_room(self))
         self._move_in()
 
@@ -180,7 +181,7 @@ class Bucket:
     @property
     def more_bytes(self) -> int:
         """Bytes that were allocated because the user's program keeps gradients."""
-        return self._rooms.more_bytes if self._kept else 0
+        return self._rooms.more_bytes if self.kept else 0
 
     def _move_in(self) -> None:
         room = self._rooms.current

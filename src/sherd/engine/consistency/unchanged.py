@@ -35,6 +35,9 @@ class Unchanged:
         self._registries = _registries(inventory.model)
         self.compares = store.compares_edits or checksums
         """Whether edits must be the same on all ranks before the next update."""
+        self.looks_in_backward = not store.compares_edits
+        """Whether edits are looked for in every backward. Where ranks do not each have a copy, they compare what was
+        edited before every update."""
         self._checksums = checksums and not store.sees_all_edits
         self.lent: set[TrackedParameter] = set()
         """Parameters that are lent for editing: they are compared when the edit ends."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from sherd.data import batch_weight
 from sherd.engine.buckets.bucket import Bucket
+from sherd.engine.buckets.bucket_list import BucketList, assign
+from sherd.engine.buckets.inventory import Inventory
 from sherd.engine.buckets.norms import squares
+from sherd.engine.buckets.tracked import TrackedParameter
+from sherd.engine.parameters.isolation import bypass_torch_function
 from sherd.errors import ConfigError
 
 
@@ -236,6 +241,68 @@ class Gradient:
         if self._left == 1.0 and all(bucket.scaled == 1.0 for bucket in buckets):
             return sum(float(bucket.norms.dot(bucket.norms)) for bucket in buckets)
         return sum(float(each.sum()) for each in self.own_squares(buckets))
+
+
+class Trained:
+    """What is trained together: a model's parameters in their buckets, and one gradient per optimizer."""
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        buckets: BucketList,
+        optimizers: Sequence[Optimizer],
+        reduction: str,
+        accumulate: int,
+    ) -> None:
+        self.inventory = inventory
+        self.buckets = buckets
+        """Replaced whole, when more is trained or launched in another order."""
+        self.optimizers = tuple(optimizers)
+        self.accumulate = accumulate
+        stepping: Sequence[Optimizer | None] = optimizers or (None,)
+        names = [name_of(each, index) for index, each in enumerate(optimizers)] if len(optimizers) > 1 else [""]
+        self.gradients = tuple(
+            Gradient(each, name, reduction, accumulate) for each, name in zip(stepping, names, strict=True)
+        )
+        """One per optimizer; one of all parameters, if there is no optimizer."""
+        self.shards: dict[Optimizer, Any] = {}
+        """What steps the parameters of each optimizer, and follows what is trained."""
+        self.backwards = 0
+        """How many backwards there were."""
+        self.modules_communicate = False
+        """Whether modules exchange something of their own during a backward. Where ranks use different parameters,
+        buckets would be launched between different ones of these exchanges: they then wait for the end."""
+        self.holding = False
+        """Whether the user said that a backward is not the last of its step."""
+
+    @property
+    def steps(self) -> int:
+        """How many steps were taken, by the optimizer that took most."""
+        return max(gradient.steps for gradient in self.gradients)
+
+    @property
+    def parts(self) -> list[tuple[Gradient, tuple[Bucket, ...]]]:
+        """Every gradient, with its buckets."""
+        return [(gradient, self.buckets.of(gradient.optimizer)) for gradient in self.gradients]
+
+    def thawed(self) -> list[TrackedParameter]:
+        """Parameters that require a gradient and are not trained yet."""
+        with bypass_torch_function():
+            frozen = [member for bucket in self.buckets.frozen for member in bucket.members]
+            found = {member for member in frozen if member.parameter.requires_grad}
+        return [member for member in self.inventory.members if member in found] if found else []
+
+    def train(self, members: Sequence[TrackedParameter]) -> None:
+        """Train these parameters from now on."""
+        assign((member.bucket for member in members), self.optimizers)
+        self.buckets = self.buckets.unfrozen(members)
+        for shard in self.shards.values():
+            shard.follow(self.buckets)
+
+    def weigh(self, weight: float | None) -> None:
+        """Set the weight of the next backward, which is the same in every gradient."""
+        for gradient in self.gradients:
+            gradient.weights.pending = weight
 
 
 def name_of(optimizer: Optimizer, index: int) -> str:

@@ -12,46 +12,49 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from sherd.comm import Communicator
 from sherd.data import batch_weight
 from sherd.engine.buckets.bucket import Bucket
 from sherd.engine.buckets.bucket_list import BucketList
-from sherd.engine.gradients.gradient import Gradient
+from sherd.engine.buckets.tracked import TrackedParameter
+from sherd.engine.gradients.gradient import Gradient, Trained
+from sherd.engine.gradients.path import GradientPath, refuse_pointless
 from sherd.engine.parameters.isolation import bypass_torch_function
 from sherd.layout.placement import BLOCK, padded
 
 _NOTHING = torch.empty(0)
 
 
-class OwnGradients:
+class OwnGradients(GradientPath):
     """What autograd adds up in `p.grad`, with the weights of its backwards."""
 
-    def __init__(self, gradients: Sequence[Gradient]) -> None:
-        self._gradients = gradients
+    def __init__(self, trained: Trained, alone: Communicator) -> None:
+        self.together = alone
+        self._trained = trained
         self._aside: list[tuple[Gradient, list[tuple[nn.Parameter, Tensor | None]]]] = []
         self._flat: dict[Bucket, tuple[Tensor, list[Tensor]]] = {}
         self._order: tuple[BucketList, Tensor] | None = None
         self.finite = True
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the flat memory that gradients are copied into."""
-        return sum(flat.nbytes for flat, _ in self._flat.values())
-
     # ---------------------------------------------------------------- a backward
 
-    def begin(self, buckets: BucketList) -> None:
-        """A backward begins. Where it has a weight of its own, it starts from nothing and is added at the end."""
-        if batch_weight.current() == 1.0 and all(_plain(gradient) for gradient in self._gradients):
+    def begin_round(self) -> None:
+        """Where a backward has a weight of its own, it starts from nothing and is added at the end."""
+        trained = self._trained
+        trained.backwards += 1
+        if members := trained.thawed():
+            trained.train(members)
+        if batch_weight.current() == 1.0 and all(_plain(gradient) for gradient in trained.gradients):
             return
         with bypass_torch_function():
-            for gradient in self._gradients:
-                members = (member for bucket in buckets.of(gradient.optimizer) for member in bucket.members)
-                self._aside.append((gradient, [(member.parameter, member.parameter.grad) for member in members]))
-            for member in buckets.parameters:
+            for gradient, buckets in trained.parts:
+                its = (member for bucket in buckets for member in bucket.members)
+                self._aside.append((gradient, [(member.parameter, member.parameter.grad) for member in its]))
+            for member in trained.buckets.parameters:
                 member.parameter.grad = None
 
-    def end(self) -> None:
-        """It is over: multiply what it made by its weight, and add it to what was there."""
+    def end_round(self) -> None:
+        """Multiply what it made by its weight, and add it to what was there."""
         aside, self._aside = self._aside, []
         if not aside:
             return
@@ -75,30 +78,31 @@ class OwnGradients:
         self._scale([parameter.grad for parameter, _ in its if parameter.grad is not None], weights.enter())
         weights.agreed(weights.local, float(bool(weights.weighed)), 1)
 
-    def abandon(self) -> None:
-        """It failed: what it made is dropped."""
+    def abandon_round(self, error: BaseException) -> None:
+        """What it made is dropped."""
         aside, self._aside = self._aside, []
         for parameter, before in (each for _, its in aside for each in its):
             parameter.grad = before
 
     # ---------------------------------------------------------------- between backward and step
 
-    def divide(self, buckets: BucketList) -> None:
-        """Turn a weighted sum into a weighted mean."""
-        for gradient in self._gradients:
+    def settle(self, wanted: Sequence[Gradient]) -> None:
+        refuse_pointless(wanted)
+        for gradient, buckets in self._trained.parts:
             divisor = gradient.weights.divisor()
             if divisor != 1.0:
-                self._scale(_grads(buckets.of(gradient.optimizer)), 1.0 / divisor)
+                self._scale(_grads(buckets), 1.0 / divisor)
 
-    def forget(self, buckets: Iterable[Bucket], keep_zeros: bool) -> None:
-        """Drop the gradients of these, or set them to zero."""
+    def forget(self, gradient: Gradient, keep_zeros: bool) -> None:
+        gradient.weights.forget()
         with bypass_torch_function():
-            for member in (member for bucket in buckets for member in bucket.members):
-                gradient = member.parameter.grad
-                if gradient is not None:
-                    member.parameter.grad = torch.zeros_like(gradient) if keep_zeros else None
+            for bucket in self._trained.buckets.of(gradient.optimizer):
+                for member in bucket.members:
+                    own = member.parameter.grad
+                    if own is not None:
+                        member.parameter.grad = torch.zeros_like(own) if keep_zeros else None
 
-    def fill(self, buckets: Iterable[Bucket]) -> None:
+    def lend(self, buckets: Iterable[Bucket]) -> None:
         """Give these buckets the gradient that an update reads, and note which parameters have one."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -119,14 +123,18 @@ class OwnGradients:
             if targets:
                 torch._foreach_copy_(targets, sources)
 
-    def let_go(self, buckets: BucketList) -> None:
-        """The update is over: hold no gradient any more."""
-        for bucket in buckets.buckets:
+    def take_back(self, buckets: Iterable[Bucket]) -> None:
+        """Hold no gradient any more."""
+        for bucket in buckets:
             bucket.owned_sum = _NOTHING
 
-    def measure(self, buckets: BucketList) -> float:
+    def measure(self) -> None:
+        self._norm()
+
+    def _norm(self) -> float:
         """The 2-norm of the gradients of this rank, with the bits that the same sums have under every strategy."""
-        self.fill(buckets.buckets)
+        buckets = self._trained.buckets
+        self.lend(buckets.buckets)
         norms = [self._block_norms(bucket) for bucket in buckets.buckets]
         for bucket, found in zip(buckets.buckets, norms, strict=True):
             rows = bucket.norms.numel()
@@ -134,18 +142,25 @@ class OwnGradients:
             bucket.scaled, bucket.edited = 1.0, False
         if not norms:
             return 0.0
-        squares = torch.cat(norms)[self._in_order(buckets)].square_()
-        total = float(squares.cumsum(0)[-1].sqrt()) if squares.numel() else 0.0
-        self.finite = bool(torch.isfinite(squares).all())
-        return total
+        ordered = torch.cat(norms)[self._in_order(buckets)]
+        self.finite = bool(torch.isfinite(ordered).all())
+        return float(ordered.square_().cumsum(0)[-1].sqrt()) if ordered.numel() else 0.0
 
-    def clip(self, buckets: BucketList, max_norm: float) -> float:
-        """Scale the gradients to a 2-norm of at most `max_norm`; return the norm before."""
-        norm = self.measure(buckets)
+    def clip(self, max_norm: float, by_program: bool) -> float:
+        norm = self._norm()
         factor = max_norm / (norm + 1e-6)
         if factor < 1.0:
-            self._scale(_grads(buckets.buckets), factor)
+            self._scale(_grads(self._trained.buckets.buckets), factor)
         return norm
+
+    def follow(self, members: Iterable[TrackedParameter]) -> None:
+        """Autograd leaves them where they are."""
+
+    def leave(self) -> None:
+        self._flat.clear()
+
+    def bytes(self) -> dict[str, int]:
+        return {"gradients": sum(flat.nbytes for flat, _ in self._flat.values()), "buckets": 0}
 
     # ---------------------------------------------------------------- private
 

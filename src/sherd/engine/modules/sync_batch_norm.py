@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from sherd.comm import Communicator, labelled
 from sherd.data import batch_weight
-from sherd.engine.gradients.gradient import LossWeights
+from sherd.engine.gradients.gradient import LossWeights, Trained
 from sherd.errors import ConfigError
 from sherd.patches.batch_norm import Forward, SyncedBatchNorm, forget, install
 
@@ -30,7 +30,7 @@ class Trainer(Protocol):
     """The engine whose ranks share statistics, for as long as it lives."""
 
     comm: Communicator
-    modules_communicate: bool
+    trained: Trained
 
     @property
     def weights(self) -> LossWeights: ...
@@ -48,7 +48,7 @@ def share_statistics(model: nn.Module, engine: Trainer, undo: ExitStack) -> None
             undo.callback(setattr, module, "__class__", type(module))
             undo.callback(forget, module)
             install(module, partial(_forward_of, weakref.ref(engine), name))
-            engine.modules_communicate = True
+            engine.trained.modules_communicate = True
 
 
 def _forward(ranks: Ranks, module: nn.SyncBatchNorm, input: Tensor) -> Tensor:

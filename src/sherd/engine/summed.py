@@ -1,0 +1,287 @@
+"""The way of a gradient that is summed over the ranks, from autograd's hook to the sum.
+
+    hook -> round -> bucket -> ring -> communicator -> sum
+
+`begin_round`, `arrive` and `end_round` are a backward. What it made is whole after `settle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from sherd.comm import Communicator, labelled
+from sherd.engine.buckets.bucket import Bucket, Local
+from sherd.engine.buckets.exchange import Exchange
+from sherd.engine.buckets.ring import Reductions
+from sherd.engine.buckets.tracked import TrackedParameter
+from sherd.engine.consistency.agreement import agree, agree_on_edits, apply, report
+from sherd.engine.consistency.settings import compare_optimizers, compare_unfrozen
+from sherd.engine.consistency.torn import Torn
+from sherd.engine.consistency.unchanged import Unchanged
+from sherd.engine.gradients import round
+from sherd.engine.gradients.access import GradAccess
+from sherd.engine.gradients.gradient import Gradient, Trained
+from sherd.engine.gradients.path import GradientPath, refuse_pointless
+from sherd.engine.gradients.round import Round
+from sherd.errors import SherdError
+from sherd.patches import backward
+
+_ALIKE = "Set and edit p.grad alike on every rank"
+
+
+class SummedGradients(GradientPath):
+    """Gradients are taken from autograd by hooks, and summed bucket by bucket while a backward still runs."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        trained: Trained,
+        exchange: Exchange,
+        access: GradAccess,
+        unchanged: Unchanged,
+        torn: Torn,
+        adds_up_here: bool,
+    ) -> None:
+        self.together = comm
+        self.finite = True
+        self.access = access
+        self.reductions = Reductions(comm, exchange, trained.inventory.device)
+        self.round = Round(comm.rank, self.reductions)
+        self._comm = comm
+        self._trained = trained
+        self._exchange = exchange
+        self._unchanged = unchanged
+        self._torn = torn
+        self._adds_up_here = adds_up_here
+        self._uniform = False  # whether every rank used every parameter in the last round
+        self._learned = False  # whether the launch order is that of rank 0's gradients
+        self._hooks: list[RemovableHandle] = []
+
+    # ---------------------------------------------------------------- a backward
+
+    def begin_round(self) -> None:
+        if self.round.state is round.State.FAILED:
+            return  # other models of this process may go on
+        self._unfreeze_if_asked()
+        parts = self._trained.parts
+        filling = [bucket for gradient, its in parts if not gradient.window.whole for bucket in its]
+        self.access.hide(self._trained.buckets, filling)  # autograd must find nothing to add to
+        for gradient, its in parts:
+            if not gradient.window.open and not _used(its):
+                gradient.restart(its)  # the program dropped all of it: model.zero_grad()
+        self.round.move(round.State.OPEN)
+
+    def arrive(self, member: TrackedParameter, gradient: Tensor) -> None:
+        """Take a gradient that autograd made."""
+        if self.round.state is not round.State.COLLECTING:
+            self._begin_collecting()
+        if gradient.dtype is not member.bucket.dtype or gradient.shape != member.entry.shape:
+            self._unchanged.check_kinds()
+        self.round.arrive(member, gradient)
+
+    def _begin_collecting(self) -> None:
+        """The first gradient of a round is here."""
+        self.round.refuse_failed()
+        if not backward.under_way():
+            raise SherdError(
+                f"rank {self._comm.rank}: this backward was not started by loss.backward() or torch.autograd.backward, "
+                f"so its end would go unnoticed; call one of these"
+            )
+        self._torn.refuse("this backward")
+        round.refuse_other_hooks(self._trained.inventory.members, self._comm.rank)
+        factor = 1.0
+        self._trained.backwards += 1
+        for gradient, its in self._trained.parts:
+            gradient.add(its)
+            factor = gradient.weights.enter()  # the same for all
+            gradient.backwards += 1
+            gradient.window.backward()
+        at_once = self._reduces and (self._uniform or not self._trained.modules_communicate)
+        label = f"a backward of step {self._trained.steps}"
+        self.round.collect(self._trained.buckets, factor, self._op if at_once else None, label)
+
+    @property
+    def _op(self) -> str:
+        """The operation that reduces the ranks' contributions. One that was dropped may forget that it was weighed."""
+        weights = [gradient.weights for gradient in self._trained.gradients]
+        return next((each.op for each in weights if each.weighed), weights[0].op)
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether contributions of this round are reduced in it."""
+        last = any(gradient.window.last for gradient in self._trained.gradients)
+        return not self._adds_up_here or (last and not self._trained.holding)
+
+    def end_round(self) -> None:
+        if self.round.state is round.State.COLLECTING:
+            if self._reduces:
+                self._flush()
+            for gradient, its in self._trained.parts:
+                if gradient.window.whole and not self._trained.holding:
+                    gradient.divide(its)
+        self.round.close()
+        self._show()
+
+    def abandon_round(self, error: BaseException) -> None:
+        self.round.fail(error)
+        self._show()
+
+    def _flush(self) -> None:
+        """Reduce what was not reduced yet, and agree with the other ranks on what there is. Collective."""
+        try:
+            if self._unchanged.looks_in_backward:
+                self._unchanged.check()  # not earlier: autograd still needed what a parameter was moved to
+            for gradient, its in self._trained.parts:
+                gradient.add(its)  # on a rank without a gradient in this round too
+            op = self._op
+            with labelled(f"the end of a backward of step {self._trained.steps}"):
+                self.round.flush(self._trained.buckets, op)
+                if late := self._agree(self.round.late(self._trained.buckets.buckets)):
+                    self.round.flush_late(late, op)
+                    self._agree()
+                if not self._learned:
+                    self._learn()
+        except BaseException as error:
+            self.round.fail(error)
+            raise
+
+    def _agree(self, late: Iterable[Bucket] = ()) -> list[Bucket]:
+        """Tell the other ranks how it went here, and take over how it went everywhere; gives what is late."""
+        trained, step = self._trained, self._trained.steps
+        # Where each has a copy of its own, a model that was distributed without its optimizer is edited by it in every
+        # step, and nothing has to be compared.
+        edited = bool(self._unchanged.edits) and (bool(trained.optimizers) or self._unchanged.compares)
+        agreed = agree(self._comm, report(trained.buckets, trained.gradients, edited, late), trained.buckets)
+        if not agreed.same_settings:
+            compare_optimizers(self._comm, trained.optimizers, trained.inventory.members, step)
+        if agreed.edited:
+            with labelled(f"what was done to parameters before step {step}"):
+                self._unchanged.compare(f"before step {step}")
+        self._uniform, self.finite = agreed.uniform, agreed.finite
+        apply(agreed, trained.buckets, trained.gradients, self._comm.world)
+        return [bucket for bucket, is_late in zip(trained.buckets.buckets, agreed.late, strict=True) if is_late]
+
+    def _learn(self) -> None:
+        """Launch buckets from now on in the order in which rank 0 completed them."""
+        buckets, completed = self._trained.buckets, self.round.completed
+        places = {bucket: place for place, bucket in enumerate(buckets.buckets)}
+        order = [*completed, *(bucket for bucket in buckets.launch_order if bucket not in completed)]
+        with self._comm.counters.agreeing():
+            learned = self._comm.broadcast_object([places[bucket] for bucket in order])
+        self._trained.buckets = buckets.launched_in(learned)
+        self._learned = True
+
+    def _show(self) -> None:
+        for gradient, its in self._trained.parts:
+            if gradient.window.whole:
+                self.access.show(its)
+
+    # ---------------------------------------------------------------- between backward and step
+
+    def settle(self, wanted: Sequence[Gradient]) -> None:
+        self.round.refuse_failed()
+        buckets, step = self._trained.buckets, self._trained.steps
+        self.access.collect(buckets)
+        if not any(gradient.backwards for gradient in wanted):
+            # A rank that skipped a backward would otherwise go on without the others.
+            with labelled(f"{wanted[0].label} without a backward"):
+                self._agree()
+        edited = [bucket for bucket in buckets.buckets if bucket.edited]
+        if any(bucket.local is not Local.NONE for bucket in buckets.buckets):
+            self._flush()
+            self.round.close()
+        self._show()
+        if edited or self.access.assigned:  # those that were set before a backward were measured in it
+            for bucket in edited:
+                bucket.measure()
+            with labelled(f"what was done to p.grad before step {step}", _ALIKE):
+                assigned = [member.name for member in self.access.assigned]
+                self.finite = agree_on_edits(self._comm, buckets, self.access.seen, assigned, step)
+            self.access.seen, self.access.assigned = 0, []
+        refuse_pointless(wanted)
+        for gradient, its in self._trained.parts:
+            gradient.divide(its)
+
+    def measure(self) -> None:
+        """Norms were taken while sums were in the cache, and the ranks have agreed."""
+
+    def clip(self, max_norm: float, by_program: bool) -> float:
+        """Collective. The same bits on every rank, and under every strategy with the same `AccumulateAt`."""
+        buckets = self._trained.buckets
+        suspects = self.access.suspects(buckets)  # they may have changed undetected
+        for bucket in buckets.buckets:
+            if bucket.scaled != 1.0 or bucket in suspects:
+                bucket.measure()
+        with labelled(f"the gradient norm of step {self._trained.steps}"):
+            norm = buckets.table.total(self._comm)
+        factor = max_norm / (norm + 1e-6)
+        if factor < 1.0:
+            for gradient, its in self._trained.parts:
+                gradient.clip(its, factor)
+        if not by_program:
+            self.access.accept(buckets.buckets)
+        return norm
+
+    def forget(self, gradient: Gradient, keep_zeros: bool) -> None:
+        buckets = self._trained.buckets
+        its = buckets.of(gradient.optimizer)
+        gradient.weights.forget()
+        if keep_zeros:
+            self.access.collect(buckets)  # a gradient that the program set counts too
+        if keep_zeros and _used(its):
+            self.settle((gradient,))
+            for bucket in its:
+                if bucket.summed:
+                    bucket.sum.zero_()  # zero times NaN is NaN
+        else:
+            for bucket in its:
+                bucket.forget()
+            self.access.forget(its)
+        gradient.restart(its)  # after settle(), which measures what was done to p.grad
+        if not any(bucket.edited for bucket in buckets.buckets):
+            self.access.seen = 0
+        if not any(each.backwards for each in self._trained.gradients):
+            self.finite = True
+
+    def lend(self, buckets: Iterable[Bucket]) -> None:
+        """A bucket's `owned_sum` is its sum."""
+
+    def take_back(self, buckets: Iterable[Bucket]) -> None:
+        """Nothing was lent."""
+
+    # ---------------------------------------------------------------- what is trained
+
+    def _unfreeze_if_asked(self) -> None:
+        """Train parameters that were frozen until now. Collective if there are such."""
+        members = self._trained.thawed()
+        if members and not self._comm.closed:  # this backward may be that of another model
+            compare_unfrozen(self._comm, members, self._trained.steps)
+            self._trained.train(members)
+            self.follow(members)
+
+    def follow(self, members: Iterable[TrackedParameter]) -> None:
+        members = list(members)
+        theirs = {member.bucket for member in members}
+        self._exchange.take([each for each in self._trained.buckets.buckets if each in theirs and not each.kept])
+        self.reductions.fit(self._trained.buckets.buckets)
+        self.access.follow(members)
+        self._hooks += [round.hook(member, self._comm.rank, self.arrive) for member in members]
+        self._learned = False
+
+    def leave(self) -> None:
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+        for bucket in self._trained.buckets.buckets:
+            bucket.forget()
+
+    def bytes(self) -> dict[str, int]:
+        more = sum(bucket.more_bytes for bucket in self._trained.buckets.buckets)
+        return {"gradients": self._exchange.nbytes + more, "buckets": self.reductions.ring.nbytes}
+
+
+def _used(buckets: Iterable[Bucket]) -> bool:
+    return any(member.used or member.used_here for bucket in buckets for member in bucket.members)
