@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from sherd.api.training import Training
+from sherd.comm.counters import Counters, summed
 from sherd.engine.choices import AccumulateAt
 
 
 def described(training: Training) -> str:
-    """Strategy, accumulation, shards, bytes by kind, buckets and transport. Collective: it sums over the ranks."""
+    """Strategy, accumulation, transport, shards, buckets, calls and bytes by kind. Collective: it sums over ranks."""
     engine = training.engine
     layout, comm = engine.layout, engine.comm
     mine, coming = training.memory(), training.coming_state_bytes()
     mine["optimizer state"] += coming
-    with comm.counters.agreeing():
+    with comm.counters.agreeing(), comm.counters.between_steps():
         everybody, added = zip(*comm.all_gather_object((mine, coming)), strict=True)
     largest = max((bucket.numel for bucket in layout.buckets), default=0)
     owned = sum(bucket.slice_numel for bucket in layout.buckets)
@@ -30,6 +31,7 @@ def described(training: Training) -> str:
         f"{layout.padded_numel:,} with padding; {frozen:,} frozen",
         f"shards     {shard}",
         f"buckets    {len(layout.buckets)}, the largest of {largest:,} elements",
+        f"calls      {_calls(comm.counters)}",
         f"{'bytes':<20}{'this rank':>16}{'all ranks':>16}{'per parameter':>16}",
     ]
     numel = max(layout.numel, 1)
@@ -39,6 +41,17 @@ def described(training: Training) -> str:
     if any(added):
         lines.append(f"  optimizer state: as it will be after the first step, which adds {sum(added):,} on all ranks")
     return "\n".join(lines)
+
+
+def _calls(counters: Counters) -> str:
+    """What this rank's last step called and sent."""
+    if counters.last_step is None:
+        return "not known before the first step"
+    by_calls = sorted(counters.last_step.items(), key=lambda item: (-item[1].calls, item[0]))
+    operations = ", ".join(f"{count.calls:,} {name}" for name, count in by_calls)
+    total = summed(counters.last_step.values())
+    sent = f"this rank sent {total.payload:,} bytes of tensors and {total.control:,} of control"
+    return f"{total.calls:,} in the last step ({operations or 'nothing was communicated'}); {sent}"
 
 
 def _accumulation(training: Training) -> list[str]:

@@ -361,6 +361,7 @@ class Engine:
             self.move(State.READY)
         self.unchanged.accept()
         self.steps += 1
+        self.comm.counters.end_step()
 
     def accept_edits(self) -> bool:
         """What was done to the parameters is an update of their optimizer's; whether anything was."""
@@ -370,6 +371,7 @@ class Engine:
 
     def _skip(self) -> None:
         self.skipped += 1
+        self.comm.counters.end_step()
         text = (
             f"step {self.steps}: the gradient is not finite on some rank, so no rank takes the step "
             f"({self.skipped} skipped so far)"
