@@ -324,6 +324,47 @@ def descriptions(transport):
         return {s: sherd.describe(distributed(c, s, optimizer=adamw)[0]) for s in STRATEGIES}
 
 
+def calls_described(transport):
+    """What is said about the calls of a step, and what was counted meanwhile."""
+    found = {}
+    with connected(transport) as c:
+        for strategy in STRATEGIES:
+            model, optimizer = distributed(c, strategy, optimizer=adamw)
+            line = lambda model=model: sherd.describe(model).split("\ncalls      ")[1].splitlines()[0]  # noqa: E731
+            said = [line()]
+            for step in range(3):
+                before = {name: (n.calls, n.payload, n.control) for name, n in c.counters.by_operation.items()}
+                train(model, optimizer, [batch(c.rank, step)])
+                counts = {}
+                for name, n in c.counters.by_operation.items():
+                    calls, payload, control = before.get(name, (0, 0, 0))
+                    if n.calls > calls:
+                        counts[name] = n.calls - calls, n.payload - payload, n.control - control
+                said += [line(), line()]
+            found[strategy] = said, counts
+    return found
+
+
+@pytest.mark.parametrize("transport", ["host", "c10d"])
+def test_describe_shows_the_calls_and_bytes_of_the_last_step(ranks, transport):
+    for found in ranks(2).run(calls_described, transport):
+        for strategy, (said, counts) in found.items():
+            assert said[0] == "not known before the first step", strategy
+            assert said[-1] == said[-2]  # what it calls itself belongs to no step
+            calls, payload, control = map(sum, zip(*counts.values(), strict=True))
+            assert said[-1].startswith(f"{calls:,} in the last step (")
+            assert said[-1].endswith(f"; this rank sent {payload:,} bytes of tensors and {control:,} of control")
+            shown = said[-1].partition("(")[2].partition(")")[0].split(", ")
+            assert dict(reversed(each.split()) for each in shown) == {name: str(n[0]) for name, n in counts.items()}
+            assert payload > 0
+
+
+def test_describe_of_a_world_of_one_counts_no_bytes():
+    model, optimizer = distributed(None, "zero2", optimizer=adamw)
+    train(model, optimizer, [batch(0, 0)])
+    assert "; this rank sent 0 bytes of tensors and 0 of control\n" in sherd.describe(model)
+
+
 DEFAULTS = {"ddp": "rank", "zero1": "rank", "zero2": "owner", "zero3": "owner"}
 
 

@@ -38,6 +38,7 @@ def carry_out(plan: Plan, comm: Communicator, undo: ExitStack) -> None:
         record(plan, comm)
     for sharding in plan.shardings[:1]:
         data.announce(sharding, comm, plan.options.accumulate)
+    comm.counters.begin_steps()
 
 
 def together(comm: Communicator, do: Callable[[], T]) -> T:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from sherd.api.training import Training
+from sherd.comm.counters import Counters, summed
 from sherd.engine.contents import Role, pieces
 from sherd.engine.policy import AccumulateAt, Owns
 
 
 def described(training: Training) -> str:
-    """Strategy, accumulation, shards, bytes by kind, buckets and transport. Collective: it sums over the ranks."""
+    """Strategy, accumulation, transport, shards, buckets, calls and bytes by kind. Collective: it sums over ranks."""
     engine = training.engine
     layout, comm, policy = engine.layout, engine.comm, engine.policy
     mine, coming = training.memory(), training.coming_state_bytes()
@@ -18,7 +19,7 @@ def described(training: Training) -> str:
     owned_bytes = {role.value: 0 for role in Role}
     for piece in pieces(engine):
         owned_bytes[piece.role.value] += piece.tensor.nbytes
-    with comm.counters.agreeing():
+    with comm.counters.agreeing(), comm.counters.between_steps():
         everybody, added, owners = zip(*comm.all_gather_object((mine, coming, owned_bytes)), strict=True)
     largest = max((bucket.numel for bucket in layout.buckets), default=0)
     owned = sum(bucket.slice_numel for bucket in layout.buckets)
@@ -36,6 +37,7 @@ def described(training: Training) -> str:
         f"{layout.padded_numel:,} with padding; {frozen:,} frozen",
         f"shards     {shard}",
         f"buckets    {len(layout.buckets)}, the largest of {largest:,} elements",
+        f"calls      {_calls(comm.counters)}",
         f"{'bytes':<20}{'this rank':>16}{'all ranks':>16}{'per parameter':>16}",
     ]
     lines += _rows(mine, everybody, layout.numel)
@@ -49,6 +51,17 @@ def _rows(mine: Mapping[str, int], everybody: Sequence[Mapping[str, int]], numel
     for kind, own in mine.items():
         total = sum(each[kind] for each in everybody)
         yield f"  {kind:<18}{own:>16,}{total:>16,}{total / max(numel, 1):>16.2f}"
+
+
+def _calls(counters: Counters) -> str:
+    """What this rank's last step called and sent."""
+    if counters.last_step is None:
+        return "not known before the first step"
+    by_calls = sorted(counters.last_step.items(), key=lambda item: (-item[1].calls, item[0]))
+    operations = ", ".join(f"{count.calls:,} {name}" for name, count in by_calls)
+    total = summed(counters.last_step.values())
+    sent = f"this rank sent {total.payload:,} bytes of tensors and {total.control:,} of control"
+    return f"{total.calls:,} in the last step ({operations or 'nothing was communicated'}); {sent}"
 
 
 def _accumulation(training: Training) -> list[str]:

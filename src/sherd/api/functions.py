@@ -79,7 +79,7 @@ def full_parameters(model: nn.Module) -> Iterator[None]:
 
 
 def describe(model: nn.Module) -> str:
-    """Strategy, accumulation, shards, bytes by kind, buckets and transport of a distributed model. Collective.
+    """Strategy, accumulation, transport, shards, buckets, calls and bytes by kind of a distributed model. Collective.
 
     Before the first step, it shows the optimizer state that this step will create, and says so.
     """

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _BARRIER = Call("barrier", "barrier()")
+_FLAT = (1,)  # the strides of a flat tensor
 
 
 class Backing(NamedTuple):
@@ -98,13 +99,12 @@ class Communicator(ABC):
         With `own`, this rank's contribution to its own slice is taken from there, and that part of `input` is scratch:
         it saves copying what no other rank reads.
         """
-        checked = self._checked("reduce_scatter", input, output, dtype, codec, op)
-        result, flat = _output(input, output, checked)
+        call, source, result, flat = self._prepared("reduce_scatter", input, output, dtype, codec, op)
         if own is not None and (own.dtype, own.numel() * self.world) != (input.dtype, input.numel()):
             expected = f"{input.numel() // self.world} elements of {input.dtype}"
             raise ConfigError(f"rank {self.rank}: own has {own.numel()} elements of {own.dtype}, expected {expected}")
         mine = None if own is None else _flat(own)
-        return self._finish(self.start_reduce_scatter(checked.call, _flat(input), flat, op, codec, mine), result, flat)
+        return self._finish(self.start_reduce_scatter(call, source, flat, op, codec, mine), result, flat)
 
     def all_gather(
         self,
@@ -119,9 +119,8 @@ class Communicator(ABC):
 
         `what` names what is gathered, where ranks might gather different things of the same shape: it is compared too.
         """
-        checked = self._checked("all_gather", input, output, dtype, codec, what)
-        result, flat = _output(input, output, checked)
-        return self._finish(self.start_all_gather(checked.call, _flat(input), flat, codec), result, flat)
+        call, source, result, flat = self._prepared("all_gather", input, output, dtype, codec, what)
+        return self._finish(self.start_all_gather(call, source, flat, codec), result, flat)
 
     def all_reduce(
         self,
@@ -133,26 +132,23 @@ class Communicator(ABC):
         dtype: torch.dtype | None = None,
     ) -> Handle:
         """Reduce over ranks, on every rank. `output=input` works in place."""
-        checked = self._checked("all_reduce", input, output, dtype, codec, op)
-        result, flat = _output(input, output, checked)
-        return self._finish(self.start_all_reduce(checked.call, _flat(input), flat, op, codec), result, flat)
+        call, source, result, flat = self._prepared("all_reduce", input, output, dtype, codec, op)
+        return self._finish(self.start_all_reduce(call, source, flat, op, codec), result, flat)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Handle:
         """Overwrite `tensor` with that of rank `root`, on every rank."""
-        checked = self._checked("broadcast", tensor, tensor, None, None, root)
-        result, flat = _output(tensor, tensor, checked)
+        call, source, result, flat = self._prepared("broadcast", tensor, tensor, None, None, root)
         if flat.data_ptr() != result.data_ptr():
-            flat.copy_(_flat(tensor))
-        return self._finish(self.start_broadcast(checked.call, flat, root), result, flat)
+            flat.copy_(source)
+        return self._finish(self.start_broadcast(call, flat, root), result, flat)
 
     def all_to_all(self, input: Tensor, output: Tensor | None = None) -> Handle:
         """Send the i-th part of `input` (cut along its first dimension) to rank i, and receive one part from each."""
-        checked = self._checked("all_to_all", input, output, None, None)
-        result, flat = _output(input, output, checked)
+        call, source, result, flat = self._prepared("all_to_all", input, output, None, None)
         if flat.numel() and flat.data_ptr() == input.data_ptr():
             fix = "write all_to_all(x, torch.empty_like(x))"
             raise ConfigError(f"rank {self.rank}: all_to_all cannot work in place; {fix}")
-        return self._finish(self.start_all_to_all(checked.call, _flat(input), flat), result, flat)
+        return self._finish(self.start_all_to_all(call, source, flat), result, flat)
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Handle:
         """Send to one rank. Complete when `tensor` may be reused, which can be before it is received.
@@ -166,13 +162,13 @@ class Communicator(ABC):
 
     def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Handle:
         """Receive into `tensor` what `source` sent, in the order in which it was sent."""
-        checked = self._checked("recv", tensor, tensor, None, None, (source, tag) if tag else source)
-        result, flat = _output(tensor, tensor, checked)
-        return self._finish(self.start_recv(checked.call, flat, source), result, flat)
+        call, _, result, flat = self._prepared("recv", tensor, tensor, None, None, (source, tag) if tag else source)
+        return self._finish(self.start_recv(call, flat, source), result, flat)
 
     def barrier(self) -> Handle:
         """Complete when every rank has made this call."""
-        self.site = call_site()
+        if self.world > 1:
+            self.site = call_site()
         return self.start_barrier(_BARRIER)
 
     def check(self, operation: str, input: Tensor, output: Tensor | None = None, detail: str | int = "") -> None:
@@ -191,9 +187,8 @@ class Communicator(ABC):
         be overwritten as soon as its own rank has made this call. Where `whole` is a `shared_tensor`, slices travel
         between hosts only.
         """
-        checked = self._checked("publish", part, whole, None, None)
-        result, flat = _output(part, whole, checked)
-        return self._finish(self.start_publish(checked.call, _flat(part), flat), result, flat)
+        call, source, result, flat = self._prepared("publish", part, whole, None, None)
+        return self._finish(self.start_publish(call, source, flat), result, flat)
 
     def agree(self, text: str) -> Handle:
         """A barrier that all ranks must enter with the same text: `operation(what, how)`."""
@@ -334,9 +329,11 @@ class Communicator(ABC):
         dtype: torch.dtype | None,
         codec: Codec | None,
         detail: Detail = "",
+        depth: int = 3,
     ) -> CheckedCall:
-        """Check a call, once: a call that was right before is right again."""
-        self.site = call_site(3)
+        """Check a call, once: a call that was right before is right again. Its site is `depth` frames up."""
+        if self.world > 1:  # alone, no message needs it
+            self.site = call_site(depth)
         try:
             there = None if output is None else (output.shape, output.dtype, output.device, output.layout)
             key = (operation, input.shape, input.dtype, input.device, input.layout, there, dtype, codec, detail)
@@ -348,6 +345,25 @@ class Communicator(ABC):
             checked = check_call(self, operation, input, output, dtype, codec, detail)
             self._checked_calls[key] = checked
         return checked
+
+    def _prepared(
+        self,
+        operation: str,
+        input: Tensor,
+        output: Tensor | None,
+        dtype: torch.dtype | None,
+        codec: Codec | None,
+        detail: Detail = "",
+    ) -> tuple[Call, Tensor, Tensor, Tensor]:
+        """Check a call: the call, the flat input, the tensor to return and the flat contiguous tensor to write, which
+        is another one where `output` has gaps."""
+        checked = self._checked(operation, input, output, dtype, codec, detail, 4)
+        source = input if input.stride() == _FLAT and not input.requires_grad else _flat(input)
+        if output is None:
+            output = input.new_empty(checked.shape, dtype=checked.dtype)
+        if output.stride() == _FLAT and not output.requires_grad:
+            return checked.call, source, output, output
+        return checked.call, source, output, _flat_output(output, checked)
 
     def _put_own(self, source: Tensor, own: Tensor | None) -> None:
         """Copy `own` to where it belongs in `source`, for transports that read it there."""
@@ -375,26 +391,20 @@ class Communicator(ABC):
 def _flat(tensor: Tensor) -> Tensor:
     if tensor.requires_grad:
         tensor = tensor.detach()
-    return tensor if tensor.stride() == (1,) else _line(tensor.reshape(-1))
+    return tensor if tensor.stride() == _FLAT else _line(tensor.reshape(-1))
 
 
 def _line(flat: Tensor) -> Tensor:
     """The same elements, contiguous. A single one may have any stride, which torch would not view as bytes."""
-    if flat.stride() == (1,):
+    if flat.stride() == _FLAT:
         return flat
-    return flat.contiguous() if flat.numel() > 1 else flat.as_strided(flat.shape, (1,))
+    return flat.contiguous() if flat.numel() > 1 else flat.as_strided(flat.shape, _FLAT)
 
 
-def _output(input: Tensor, output: Tensor | None, checked: CheckedCall) -> tuple[Tensor, Tensor]:
-    """The tensor to return and the flat contiguous tensor to write (another one where `output` has gaps)."""
-    if output is None:
-        output = (
-            input.new_empty(checked.shape)
-            if checked.dtype == input.dtype
-            else input.new_empty(checked.shape, dtype=checked.dtype)
-        )
+def _flat_output(output: Tensor, checked: CheckedCall) -> Tensor:
+    """What to write instead of `output`: the same memory, or new memory where `output` has gaps."""
     target = output.detach() if output.requires_grad else output
     if target.is_contiguous():
-        return output, target if target.stride() == (1,) else _line(target.view(-1))
+        return _line(target.view(-1))
     refuse_expanded(checked.call.text, target)
-    return output, torch.empty(target.numel(), dtype=checked.dtype, device=input.device)
+    return torch.empty(target.numel(), dtype=checked.dtype, device=target.device)

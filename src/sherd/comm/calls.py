@@ -59,8 +59,8 @@ def call_site(depth: int = 2) -> Site:
 
     It is taken for every call, so it has to be cheap: well under a microsecond for a line that was seen before.
     """
-    if _labels and threading.get_ident() in _labels:
-        return _labels[threading.get_ident()]
+    if _labels and (label := _labels.get(threading.get_ident())) is not None:
+        return label
     frame = sys._getframe(depth)
     while True:
         # By identity: hashing a code object hashes its constants. `_inner` keeps the code objects alive.

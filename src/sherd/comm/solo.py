@@ -11,9 +11,10 @@ from sherd.comm.base import Communicator
 from sherd.comm.calls import Call
 from sherd.comm.codec import Codec, decoded, encode
 from sherd.comm.handle import Done, Handle
-from sherd.comm.summation import combine
 from sherd.config import CommOptions
 from sherd.errors import ConfigError
+
+_EMPTY = torch.empty(0)
 
 
 class SoloCommunicator(Communicator):
@@ -43,15 +44,19 @@ class SoloCommunicator(Communicator):
     def start_reduce_scatter(
         self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None, own: Tensor | None = None
     ) -> Handle:
-        combine(self.tree, [_through(codec, source if own is None else own)], target, op)
-        return self._count(call, target)
+        # Whatever the reduction, that of one contribution is itself.
+        return self.start_all_gather(call, source if own is None else own, target, codec)
 
     def start_all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
-        target.copy_(_through(codec, source))
-        return self._count(call, target)
+        if codec is not None:
+            source = _through(codec, source)
+        if source is not target:
+            target.copy_(source)
+        self.counters.add(call.operation, 0, 0)
+        return Done(target)
 
     def start_all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
-        return self.start_reduce_scatter(call, source, target, op, codec)
+        return self.start_all_gather(call, source, target, codec)
 
     def start_broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
         return self._count(call, target)
@@ -67,17 +72,15 @@ class SoloCommunicator(Communicator):
         raise AssertionError("a world of one has no peer; the base class refuses this call")
 
     def start_barrier(self, call: Call) -> Handle:
-        return self._count(call, torch.empty(0))
+        return self._count(call, _EMPTY)
 
     def _count(self, call: Call, target: Tensor) -> Handle:
         self.counters.add(call.operation, 0, 0)
         return Done(target)
 
 
-def _through(codec: Codec | None, source: Tensor) -> Tensor:
+def _through(codec: Codec, source: Tensor) -> Tensor:
     """What other ranks would receive of `source`."""
-    if codec is None:
-        return source
     wire = torch.empty(codec.wire_bytes(source.numel()), dtype=torch.uint8, device=source.device)
     encode(codec, source, wire)
     return decoded(codec, wire, source.numel(), source.dtype)

@@ -288,6 +288,7 @@ class Engine:
         self._moved.add(gradient)
         if len(self._moved) == len(self.gradients):  # else others may still step from the same backward
             self._follow_policy()
+            self.comm.counters.end_step()
 
     def _skip(self, gradient: Gradient) -> None:
         gradient.skipped += 1

@@ -32,6 +32,7 @@ HEADER_WORDS = 8
 _TEXTS = 256
 _TEXT_BYTES = 512
 _WORDS_BYTES = 4096
+IN_PLACE = 1 << 41  # in the word of a block: the result belongs where the contribution is
 _LINE_WORDS = 8  # 64 bytes: flags of different writers are in different cache lines
 
 
@@ -69,8 +70,8 @@ class Board:
         self._sleepers = Sleepers(block, sleepers, rank, self.posted, self.done)
         self._asleep, self._nobody = self._sleepers.asleep, bytes(world)
         self.sleep = self._sleepers.sleep
-        self._states = self.words[states // 8 : states // 8 + world]
-        self._all_well = memoryview(bytes(8 * world)).cast("Q")
+        self.states = self.words[states // 8 : states // 8 + world]
+        self.all_well_states = memoryview(bytes(8 * world)).cast("Q")
         self._texts, self._last_words = texts, last_words
         self.headers = [(headers >> 3) + r * HEADERS * HEADER_WORDS for r in range(world)]
         self.stances = [(stances >> 3) + r * _stance_words(world) for r in range(world)]
@@ -108,18 +109,20 @@ class Board:
         if not futex.STORES_IN_ORDER:
             futex.fence()
         self.words[index] = value
-        futex.full_barrier()
+        with futex.barrier:
+            pass
         if self._asleep != self._nobody:
             self._sleepers.wake(index, value)
 
     # ---------------------------------------------------------------- headers
 
     def write_header(self, operation: int, call: Call, site: Site, lent: tuple[int, int], first_chunk: int) -> None:
-        """Announce this rank's contribution: where it is lent (block -1: nowhere), and its first staging chunk."""
+        """Announce this rank's contribution: where it is lent (block -1: nowhere; it may have the mark `IN_PLACE`),
+        and its first staging chunk."""
         number = self._numbers.get((call.fingerprint, site))
         if number is None:
             number = self.text_number(call, site)
-        where = 8 * self.header_word(self.rank, operation)
+        where = 8 * (self.headers[self.rank] + operation % HEADERS * HEADER_WORDS)
         block, offset = lent
         _HEADER.pack_into(
             self._memory, where, call.fingerprint, number, block + 1, offset, first_chunk, time.monotonic_ns()
@@ -135,7 +138,7 @@ class Board:
     def location(self, rank: int, operation: int) -> tuple[int, int, int]:
         """SharedBlock (or -1) and offset of what a rank lends, and the number of its first staging chunk."""
         word = self.header_word(rank, operation)
-        return self.words[word + 2] - 1, self.words[word + 3], self.words[word + 4]
+        return (self.words[word + 2] & ~IN_PLACE) - 1, self.words[word + 3], self.words[word + 4]
 
     # ---------------------------------------------------------------- words
 
@@ -169,13 +172,13 @@ class Board:
 
     def leave_word(self, state: State, text: str) -> None:
         """Tell the others how this rank ended. The first word stands."""
-        if self._states[self.rank] == State.WELL:
+        if self.states[self.rank] == State.WELL:
             data = text.encode()[: _WORDS_BYTES - 1]
             start = self._last_words + self.rank * _WORDS_BYTES
             self._memory[start : start + _WORDS_BYTES] = data.ljust(_WORDS_BYTES, b"\0")
             if not futex.STORES_IN_ORDER:
                 futex.fence()
-            self._states[self.rank] = state
+            self.states[self.rank] = state
 
     def reported(self, error: E, state: State) -> E:
         """`error`, after the other ranks have been told of it."""
@@ -185,10 +188,10 @@ class Board:
 
     def failures(self) -> dict[int, tuple[State, str]]:
         """Ranks that left or failed, and what they said."""
-        return {r: (State(s), self._last(r)) for r, s in enumerate(self._states) if s}
+        return {r: (State(s), self._last(r)) for r, s in enumerate(self.states) if s}
 
     def all_well(self) -> bool:
-        return self._states == self._all_well
+        return self.states == self.all_well_states
 
     def _last(self, rank: int) -> str:
         start = self._last_words + rank * _WORDS_BYTES

@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,19 +24,20 @@ from sherd.comm.host.cores import spins_pay
 from sherd.comm.host.joining.link import Link
 from sherd.comm.host.joining.rendezvous import meet
 from sherd.comm.host.memory import PAGE, Location, SharedBlock, SharedMemory, round_up
-from sherd.comm.host.operation import Headers, Operation, SteppedOperation, Steps
+from sherd.comm.host.operation import Headers, Operation, SteppedOperation, Steps, Stream
 from sherd.comm.host.remote_reader import RemoteReader
 from sherd.comm.host.scheduler import Scheduler
 from sherd.comm.host.transfer import results
 from sherd.comm.host.transfer.channel import Channels
+from sherd.comm.host.transfer.lent import LentCalls, LentPlan
 from sherd.comm.host.transfer.small import Finish, SmallCalls, SmallPlan
-from sherd.comm.host.transfer.staging import SMALL_BYTES, SMALL_CHUNKS, Staging, is_small
+from sherd.comm.host.transfer.staging import SMALL_BYTES, SMALL_CHUNKS, Staging
 from sherd.comm.host.transfer.streams import Streams
 from sherd.comm.host.waiting import Waiter
 from sherd.comm.meeting.peers import Peers
 from sherd.comm.memo import Memo
 from sherd.comm.solo import SoloCommunicator
-from sherd.comm.summation import combine, cut_for, one_phase
+from sherd.comm.summation import combiner, cut_for, one_phase
 from sherd.comm.waiting.progress import take_part
 from sherd.config import CommOptions
 from sherd.errors import CommError
@@ -43,6 +45,18 @@ from sherd.errors import CommError
 HEADER_BYTES = 64
 MAX_PLANS = 256
 _EMPTY = torch.empty(0)
+
+
+@dataclass(slots=True)
+class Plan:
+    """What stays the same each time a call is made: bytes that it sends, and the short paths that it may take."""
+
+    payload: int
+    small: SmallPlan | None = None
+    lent: LentPlan | None = None
+
+
+_NO_PLAN = Plan(0)
 
 
 class HostCommunicator(Communicator):
@@ -75,7 +89,7 @@ class HostCommunicator(Communicator):
         self._all = range(world)
         self._number = 0
         self._shared_calls = Memo[tuple[Call, Location], Call](MAX_PLANS)
-        self._plans = Memo[Call, SmallPlan | None](MAX_PLANS)
+        self._plans = Memo[Call, Plan](MAX_PLANS)
         self._memory: SharedMemory = beside._memory if beside else SharedMemory()
         self.counters = beside.counters if beside else self.counters
         self._board = Board(self._share("board", Board.nbytes(world)), rank, world)
@@ -93,6 +107,7 @@ class HostCommunicator(Communicator):
         self._small_calls = SmallCalls(headers, small)
         remote = RemoteReader([card.pid for card in link.cards], self._board, waiter) if link.reads_remote else None
         self._streams = Streams(headers, small, large, self._memory, remote)
+        self._lent_calls = LentCalls(headers, self._memory, self._streams)
         channels = self._share("channels", Channels.nbytes(world))
         self._channels = Channels(channels, self._board, self._memory, self._scheduler, self.names, numbers)
         waiter.made = weakref.WeakMethod(self._channels.made)
@@ -105,7 +120,7 @@ class HostCommunicator(Communicator):
 
     def shares(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in a `shared_tensor`."""
-        return self._memory.is_common(tensor)
+        return self._memory.find_common(tensor) is not None
 
     def fail(self, error: CommError) -> None:
         """Give up because of a failure outside this host, and tell its other ranks."""
@@ -172,7 +187,7 @@ class HostCommunicator(Communicator):
         self._memory.forget()
         # The caller may keep this object, but not the memory.
         self._plans.clear()
-        self._board = self._waiter = self._small_calls = self._streams = self._channels = CLOSED
+        self._board = self._waiter = self._small_calls = self._lent_calls = self._streams = self._channels = CLOSED
 
     def _ring(self, label: str, chunk_bytes: int, chunks: int) -> Staging:
         block = self._share(label, Staging.nbytes(self.world, chunk_bytes, chunks))
@@ -186,139 +201,171 @@ class HostCommunicator(Communicator):
     def start_reduce_scatter(
         self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None, own: Tensor | None = None
     ) -> Handle:
-        cut, tree = target.numel(), self.tree
-        self._count(call, (self.world - 1) * wire_bytes(cut, source, codec))
-        if codec is not None or is_small(source.numel() * source.element_size()):
+        cut = target.numel()
+        plan = self._plans.get(call)
+        if plan is None:
+            payload, finish = wire_bytes(cut, source, codec), combiner(self.tree, op, source.dtype, target.dtype)
+            plan = self._plan(call, payload, source, cut, self._all, finish, codec)
+            if codec is None:
+                plan.lent = self._lent_calls.plan(call, source, cut, finish)
+        if codec is not None:
             self._put_own(source, own)
             own = None
-        if codec is None:
-            finish: Finish = lambda parts, out: combine(tree, parts, out, op)  # noqa: E731
-            small = self._start_small(call, source, target, cut, self._all, finish)
-            if small is not None:
-                return small
-        o, reduce = self._new(call), results.reducing(tree, target, op)
-        return self._issue(o, self._streams.scatter(o, source, cut, codec, reduce, own=own))
+
+        def stream(o: SteppedOperation) -> Steps:
+            return self._streams.scatter(o, source, cut, codec, results.reducing(self.tree, target, op), own=own)
+
+        return self._start(call, plan, source, target, stream, own, plan.lent)
 
     def start_all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
         cut = target.numel() // self.world
-        self._count(call, (self.world - 1) * wire_bytes(cut, source))
-        small = self._start_small(call, source, target, cut, self._all, results.concatenate)
-        if small is not None:
-            return small
-        o = self._new(call)
-        take, room = results.spreading(target, cut), results.room_in(source, target, cut)
-        return self._issue(o, self._streams.scatter(o, source, cut, None, take, room=room))
+        plan = self._plans.get(call)
+        if plan is None:
+            plan = self._plan(call, wire_bytes(cut, source), source, cut, self._all, results.concatenate)
+
+        def stream(o: SteppedOperation) -> Steps:
+            take, room = results.spreading(target, cut), results.room_in(source, target, cut)
+            return self._streams.scatter(o, source, cut, None, take, room=room)
+
+        return self._start(call, plan, source, target, stream)
 
     def start_all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
         cut = source.numel()
         if codec is None and self.shares(target):
-            call = self.naming(call, target)
-            self._count(call, 0)
-            o = self._new(call)
-            return self._issue(o, self._streams.publish(o, source, target[self.rank * cut : (self.rank + 1) * cut]))
-        self._count(call, (self.world - 1) * wire_bytes(cut, source, codec))
-        if codec is None:
-            small = self._start_small(call, source, target, cut, self._all, results.concatenate)
-            if small is not None:
-                return small
-        o = self._new(call)
-        take, room = results.spreading(target, cut), results.room_in(source, target, cut)
-        return self._issue(o, self._streams.gather(o, source, cut, self._all, codec, take, room))
+            return self._gather_in_place(self.naming(call, target), source, target)
+        plan = self._plans.get(call)
+        if plan is None:
+            payload = wire_bytes(cut, source, codec)
+            plan = self._plan(call, payload, source, cut, self._all, results.concatenate, codec)
+
+        def stream(o: SteppedOperation) -> Steps:
+            take, room = results.spreading(target, cut), results.room_in(source, target, cut)
+            return self._streams.gather(o, source, cut, self._all, codec, take, room)
+
+        return self._start(call, plan, source, target, stream)
+
+    def _gather_in_place(self, call: Call, source: Tensor, target: Tensor) -> Handle:
+        place = target[self.rank * source.numel() : (self.rank + 1) * source.numel()]
+        return self._start(call, _NO_PLAN, source, target, lambda o: self._streams.publish(o, source, place))
 
     def start_publish(self, call: Call, source: Tensor, target: Tensor) -> Handle:
-        if not self.shares(target):
+        named = self.naming(call, target)
+        if named is call:
             return self.start_all_gather(call, source, target, None)
-        place = target[self.rank * source.numel() : (self.rank + 1) * source.numel()]
-        if place.data_ptr() != source.data_ptr():
-            place.copy_(source)
-        return self.start_barrier(self.naming(call, target))
+        start = self.rank * source.numel()
+        if target.data_ptr() + start * target.element_size() != source.data_ptr():
+            target[start : start + source.numel()].copy_(source)
+        return self.start_barrier(named)
 
     def start_broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
         numel, receives = target.numel(), self.rank != root
-        self._count(call, 0 if receives else (self.world - 1) * wire_bytes(numel, target))
-        finish = results.copy_first if receives else results.keep_target
-        small = self._start_small(call, target, target, numel, (root,), finish)
-        if small is not None:
-            return small
+        plan = self._plans.get(call)
+        if plan is None:
+            finish = results.copy_first if receives else results.keep_target
+            plan = self._plan(call, 0 if receives else wire_bytes(numel, target), target, numel, (root,), finish)
 
         def take(start: int, stop: int, parts: list[Tensor]) -> None:
             if receives and parts[0].data_ptr() != target[start:stop].data_ptr():
                 target[start:stop].copy_(parts[0])
 
-        o, room = self._new(call), results.room_in(target, target, 0)
-        return self._issue(o, self._streams.gather(o, target, numel, (root,), None, take, room))
+        def stream(o: SteppedOperation) -> Steps:
+            return self._streams.gather(o, target, numel, (root,), None, take, results.room_in(target, target, 0))
+
+        return self._start(call, plan, target, target, stream)
 
     def start_all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
         numel, tree = source.numel(), self.tree
-        if one_phase(numel * source.element_size(), codec):
-            self._count(call, (self.world - 1) * wire_bytes(numel, source))
-            finish: Finish = lambda parts, out: combine(tree, parts, out, op)  # noqa: E731
-            small = self._start_small(call, source, target, numel, self._all, finish)
-            if small is not None:
-                return small
-            o, reduce = self._new(call), results.reducing(tree, target, op)
-            return self._issue(o, self._streams.gather(o, source, numel, self._all, None, reduce))
-        cut = cut_for(numel, self.world, codec)
-        self._count(call, (self.world - 1) * (wire_bytes(cut, source, codec) + wire_bytes(cut, target, codec)))
-        mine = target[self.rank * cut : (self.rank + 1) * cut]
-        o, reduce, spread = self._new(call), results.reducing(tree, mine, op), results.spreading(target, cut)
-        return self._issue(o, self._streams.scatter_gather(o, source, mine, cut, codec, reduce, spread))
+        whole = one_phase(numel * source.element_size(), codec)
+        cut = numel if whole else cut_for(numel, self.world, codec)
+        plan = self._plans.get(call)
+        if plan is None:
+            finish = combiner(tree, op, source.dtype, target.dtype)
+            payload = wire_bytes(cut, source, codec) + (0 if whole else wire_bytes(cut, target, codec))
+            plan = self._plan(call, payload, source, cut, self._all, finish, codec, small=whole)
+            if not whole and codec is None:
+                plan.lent = self._lent_calls.plan(call, source, cut, finish, in_place=True)
+
+        def stream(o: SteppedOperation) -> Steps:
+            if whole:
+                return self._streams.gather(o, source, numel, self._all, None, results.reducing(tree, target, op))
+            mine = target[self.rank * cut : (self.rank + 1) * cut]
+            reduce, spread = results.reducing(tree, mine, op), results.spreading(target, cut)
+            return self._streams.scatter_gather(o, source, mine, cut, codec, reduce, spread)
+
+        in_place = target.data_ptr() == source.data_ptr() and target.dtype == source.dtype
+        return self._start(call, plan, source, target, stream, None, plan.lent if in_place else None)
 
     def start_barrier(self, call: Call) -> Handle:
-        self._count(call, 0)
-        o = self._start_small(call, _EMPTY, _EMPTY, 0, (), results.keep_target)
-        if o is None:
-            stepped = self._new(call)
-            o = self._issue(stepped, self._streams.gather(stepped, _EMPTY, 0, (), None, results.ignoring))
-        o.result = _EMPTY
-        return o
+        plan = self._plans.get(call)
+        if plan is None:
+            plan = self._plan(call, 0, _EMPTY, 0, (), results.keep_target)
+        handle = self._start(call, plan, _EMPTY, _EMPTY, self._barrier_stream)
+        handle.result = _EMPTY
+        return handle
+
+    def _barrier_stream(self, o: SteppedOperation) -> Steps:
+        return self._streams.gather(o, _EMPTY, 0, (), None, results.ignoring)
 
     def start_send(self, call: Call, source: Tensor, to: int) -> Handle:
         self._scheduler.check()
-        self._count(call, wire_bytes(source.numel(), source))
+        self.counters.add(call.operation, wire_bytes(source.numel(), source), HEADER_BYTES)
         return self._channels.send(call, self.site, source, to)
 
     def start_recv(self, call: Call, target: Tensor, source: int) -> Handle:
         self._scheduler.check()
-        self._count(call, 0)
+        self.counters.add(call.operation, 0, HEADER_BYTES)
         return self._channels.recv(call, self.site, target, source)
 
     # ---------------------------------------------------------------- private
 
-    def _count(self, call: Call, payload: int) -> None:
-        self.counters.add(call.operation, payload, HEADER_BYTES)
+    def _plan(
+        self,
+        call: Call,
+        payload: int,
+        source: Tensor,
+        cut: int,
+        contributors: Sequence[int],
+        finish: Finish,
+        codec: Codec | None = None,
+        small: bool = True,
+    ) -> Plan:
+        """What is the same whenever this call is made. `payload` is for each of the other ranks."""
+        plan = self._plans[call] = Plan((self.world - 1) * payload)
+        if small and codec is None:
+            plan.small = self._small_calls.plan(call, source.numel(), source.dtype, cut, contributors, finish)
+        return plan
 
-    def _new(self, call: Call) -> SteppedOperation:
-        self._scheduler.admit()
-        self._number += 1
-        return SteppedOperation(self._scheduler, self._number, call, self.site)
-
-    def _issue(self, operation: SteppedOperation, steps: Steps) -> Operation:
-        operation.steps = steps
-        return self._scheduler.issue(operation)
-
-    def _start_small(
-        self, call: Call, source: Tensor, target: Tensor, cut: int, contributors: Sequence[int], finish: Finish
-    ) -> Operation | None:
-        """Take the short path, if the contribution is small and there is room for it."""
-        if call not in self._plans:
-            numel, dtype = source.numel(), source.dtype
-            self._plans[call] = self._small_calls.plan(call, numel, dtype, cut, contributors, finish)
-        plan = self._plans[call]
-        if plan is None:
-            return None
-        self._scheduler.admit()
-        o = self._small_calls.start(self._scheduler, self._number + 1, plan, self.site, source, target)
-        if o is None:
-            return None
-        self._number += 1
-        return self._scheduler.add(o)
+    def _start(
+        self,
+        call: Call,
+        plan: Plan,
+        source: Tensor,
+        target: Tensor,
+        stream: Stream,
+        own: Tensor | None = None,
+        lent: LentPlan | None = None,
+    ) -> Handle:
+        """Take a short path, if there is one for this contribution and room for it right now; else start a stream."""
+        self.counters.add(call.operation, plan.payload, HEADER_BYTES)
+        scheduler, site = self._scheduler, self.site
+        scheduler.admit()
+        self._number = number = self._number + 1
+        o: Operation | None = None
+        if plan.small is not None:
+            o = self._small_calls.start(scheduler, number, plan.small, site, source, target, own)
+        elif lent is not None:
+            o = self._lent_calls.start(scheduler, number, lent, site, source, target, own, stream)
+        if o is not None:
+            return scheduler.add(o)
+        stepped = SteppedOperation(scheduler, number, call, site)
+        stepped.steps = stream(stepped)
+        return scheduler.issue(stepped)
 
     def naming(self, call: Call, target: Tensor) -> Call:
         """The same call, naming its output if ranks share that: they must agree on which one it is."""
-        if not self.shares(target):
+        location = self._memory.find_common(target)
+        if location is None:
             return call
-        location = self._memory.find(target)
         shared = self._shared_calls.get((call, location))
         if shared is None:
             text = f"{call.text} into shared tensor {location[0]} at byte {location[1]}"

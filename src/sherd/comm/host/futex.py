@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import platform
 import sys
 import threading
+from typing import Any
 
 _FUTEX_WAIT = 0
 _FUTEX_WAKE = 1
@@ -29,34 +31,28 @@ class _Timespec(ctypes.Structure):
 
 
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_syscall: Any = _libc.syscall if _libc is not None else None
+if _syscall is not None:
+    _pointer, _int = ctypes.c_void_p, ctypes.c_int
+    _syscall.argtypes = (ctypes.c_long, _pointer, _int, ctypes.c_uint32, _pointer, _pointer, _int)
+_NUMBER = _SYSCALL or -1
 _fence_word = ctypes.c_uint32(0)
-_barrier = threading.Lock()
+
+
+@functools.lru_cache(16)
+def _timeout(seconds: float) -> _Timespec:
+    whole = int(seconds)
+    return _Timespec(whole, int((seconds - whole) * 1e9))
 
 
 def available() -> bool:
     return _SYSCALL is not None and sys.byteorder == "little" and _libc is not None
 
 
-def _syscall(address: int, operation: int, value: int, timeout: ctypes.c_void_p | None) -> int:
-    assert _libc is not None
-    result: int = _libc.syscall(
-        ctypes.c_long(_SYSCALL or -1),
-        ctypes.c_void_p(address),
-        ctypes.c_int(operation),
-        ctypes.c_uint32(value),
-        timeout,
-        None,
-        0,
-    )
-    return result
-
-
 def wait(address: int, expected: int, seconds: float) -> None:
     """Sleep while the word at `address` is `expected`, until a wake, a signal or the timeout. Releases the GIL."""
-    whole = int(seconds)
-    timeout = _Timespec(whole, int((seconds - whole) * 1e9))
-    pointer = ctypes.cast(ctypes.byref(timeout), ctypes.c_void_p)
-    if _syscall(address, _FUTEX_WAIT, expected & 0xFFFFFFFF, pointer) == -1:
+    limit = ctypes.byref(_timeout(seconds))
+    if _syscall(_NUMBER, address, _FUTEX_WAIT, expected & 0xFFFFFFFF, limit, None, 0) == -1:
         code = ctypes.get_errno()
         if code not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
             raise OSError(code, f"futex wait: {os.strerror(code)}")
@@ -64,7 +60,7 @@ def wait(address: int, expected: int, seconds: float) -> None:
 
 def wake(address: int) -> None:
     """Wake all that sleep on the word at `address`."""
-    _syscall(address, _FUTEX_WAKE, _ALL, None)
+    _syscall(_NUMBER, address, _FUTEX_WAKE, _ALL, None, None, 0)
 
 
 def fence() -> None:
@@ -73,9 +69,14 @@ def fence() -> None:
         wake(ctypes.addressof(_fence_word))
 
 
-def full_barrier() -> None:
-    """A full memory barrier: what was stored before is visible to others before anything after it is read."""
-    # Taking a lock is an atomic instruction, which on x86-64 is a full barrier, for a tenth of a system call.
-    with _barrier:
+class _Fence:
+    def __enter__(self) -> None:
+        fence()
+
+    def __exit__(self, *error: object) -> None:
         pass
-    fence()
+
+
+barrier: threading.Lock | _Fence = threading.Lock() if STORES_IN_ORDER else _Fence()
+"""`with barrier: pass` is a full memory barrier: what was stored before is visible to others before anything after it
+is read. To take a lock is an atomic instruction, which on x86-64 is such a barrier, for a tenth of a system call."""

@@ -140,14 +140,18 @@ class SharedMemory:
                     return block, offset
         return STAGED
 
+    def find_common(self, tensor: Tensor) -> Location | None:
+        """Where a tensor lies that all ranks use as one; None for any other."""
+        place = self.find(tensor)
+        return place if place[0] >= 0 and self._common[place[0]] else None
+
     def is_common(self, tensor: Tensor) -> bool:
-        number, _ = self.find(tensor)
-        return number >= 0 and self._common[number]
+        return self.find_common(tensor) is not None
 
     def backing(self, tensor: Tensor) -> Backing | None:
         """The file that a shared tensor is mapped from."""
-        number, offset = self.find(tensor)
-        return Backing(self._blocks[number].fd, offset) if number >= 0 and self._common[number] else None
+        place = self.find_common(tensor)
+        return None if place is None else Backing(self._blocks[place[0]].fd, place[1])
 
     def view(self, place: Location, numel: int, dtype: torch.dtype) -> Tensor:
         key = (*place, numel, dtype)

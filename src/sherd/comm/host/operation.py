@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -38,9 +38,12 @@ class Completes(Protocol):
 class Operation(Handle):
     """A handle that a scheduler moves on, step by step. `number` counts operations of the same kind, from 1."""
 
-    __slots__ = ("_scheduler", "base", "call", "finished", "need", "number", "posted", "queue", "staged_all")
+    __slots__ = ("_scheduler", "base", "call", "finished", "need", "number", "queue")
 
     site: Site = (0, 0)  # of a message, and of a collective that is more than one step
+    posted: bool = False  # a part of this rank's contribution can be read by the others
+    staged_all: bool = False  # all of it can, or needs no staging chunk
+    passed: bool = False  # all that is left is to wait until others have read it
 
     def __init__(self, scheduler: Completes, number: int, call: Call) -> None:
         self._scheduler = scheduler
@@ -48,8 +51,6 @@ class Operation(Handle):
         self.base = number << CHUNK_BITS  # progress when none of its chunks is through
         self.call = call
         self.finished = False
-        self.posted = False  # a part of this rank's contribution can be read by the others
-        self.staged_all = False  # all of it can, or needs no staging chunk
         self.need: Need = NOTHING
         self.queue: deque[Operation]
 
@@ -70,11 +71,12 @@ class Operation(Handle):
 class SteppedOperation(Operation):
     """An operation that is a generator."""
 
-    __slots__ = ("locations", "site", "steps", "used")
+    __slots__ = ("locations", "passed", "posted", "site", "staged_all", "steps", "used")
 
     def __init__(self, scheduler: Completes, number: int, call: Call, site: Site) -> None:
         super().__init__(scheduler, number, call)
         self.site = site
+        self.posted = self.staged_all = self.passed = False
         self.locations: list[tuple[int, int, int]] | None = None  # of each rank's contribution, once checked
         self.used = 0  # chunks of its movements so far
         self.steps: Steps
@@ -88,6 +90,10 @@ class SteppedOperation(Operation):
             self.need = next(self.steps)
         except StopIteration:
             self.finished = True
+
+
+Stream = Callable[[SteppedOperation], Steps]
+"""stream(operation): its steps, where it takes no short path."""
 
 
 class Headers:
@@ -104,14 +110,14 @@ class Headers:
         self.done_by_all = (*self.done_by_peers, self.my_done)
         self._names = names
         self._numbers = numbers
-        self._free = HEADERS - 1  # the last operation whose header is known to be free
+        self.free = HEADERS - 1  # the last operation whose header is known to be free
 
     def is_free(self, number: int) -> bool:
         """Whether no rank needs the header that operation `number` would overwrite."""
-        if number > self._free:
+        if number > self.free:
             lowest = min(self.board.words[index] for index in self.done_by_all)
-            self._free = (lowest >> CHUNK_BITS) + HEADERS - 1
-        return number <= self._free
+            self.free = (lowest >> CHUNK_BITS) + HEADERS - 1
+        return number <= self.free
 
     def compare(self, o: Operation) -> list[tuple[int, int, int]]:
         """Raise unless all ranks, which have posted, made the same call; the location of each contribution."""

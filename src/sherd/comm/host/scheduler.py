@@ -1,8 +1,9 @@
 """Runs the steps of operations.
 
 Operations wait in queues: one for the collectives, one for each direction to each peer. In a queue they complete in the
-order in which they were issued, which for collectives is the same on all ranks. While a rank waits for anything, it
-does its part of whatever else is at the head of a queue, in every communicator of its thread, so ranks do not deadlock.
+order in which they were issued, which for collectives is the same on all ranks. One that only has to wait until others
+have read its contribution has *passed*: it is out of its queue. While a rank waits for anything, it does its part of
+whatever else is at the head of a queue, in every communicator of its thread, so ranks do not deadlock.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ class Scheduler:
 
     def __init__(self, board: Board, waiter: Waiter, lock: threading.RLock) -> None:
         self._board = board
-        self._words = board.words
+        self._words, self._states, self._all_well = board.words, board.states, board.all_well_states
         self._waiter = waiter
         self._collectives: deque[Operation] = deque()
         self._queues = [self._collectives]
+        self._passed: deque[Operation] = deque()  # kept, as others still read their tensors
         self._broken: str | None = None
         self.lock = lock
         take_part(self)
@@ -46,7 +48,7 @@ class Scheduler:
         """Before anything: raise if this communicator can no longer be used."""
         if self._broken is not None:
             raise unusable(self._broken)
-        if not self._board.all_well():
+        if self._states != self._all_well:
             try:
                 self._waiter.check()
             except BaseException as error:
@@ -55,10 +57,14 @@ class Scheduler:
 
     def admit(self) -> None:
         """Before a collective: check, and complete what would be in the way."""
-        self.check()
+        if self._broken is not None or self._states != self._all_well:
+            self.check()
         # The remaining chunks of a collective that is not all staged would come after those of the new one.
-        if self._collectives and not self._collectives[-1].staged_all:
-            self.complete(self._collectives[-1])
+        queue = self._collectives
+        while queue and not queue[-1].staged_all:
+            self._advance(queue[0])
+        while self._passed and self._is_met(self._passed[0]):
+            self._passed.popleft()
 
     def add(self, operation: Operation) -> Operation:
         """Take a collective whose contribution is posted."""
@@ -91,13 +97,14 @@ class Scheduler:
         if self._broken is not None:
             raise unusable(self._broken)
         while not operation.finished:
-            self._run(operation.queue[0])
+            self._advance(operation if operation.passed else operation.queue[0])
 
     def try_complete(self, operation: Operation) -> bool:
         """Move on without waiting; whether `operation` is finished."""
         self.check()
-        for queue in self._queues:
-            self._move(queue)
+        self.move_all()
+        if operation.passed and not operation.finished and self._is_met(operation):
+            self._step(operation)
         return operation.finished
 
     def abandon(self, why: BaseException | str) -> None:
@@ -108,7 +115,7 @@ class Scheduler:
         # Before the tensors of what is under way are released: others may be reading them.
         if isinstance(why, BaseException) and not isinstance(why, _KNOWN_TO_OTHERS):
             self._board.leave_word(State.FAILED, f"{type(why).__name__}: {why}")
-        for queue in self._queues:
+        for queue in (*self._queues, self._passed):
             queue.clear()
 
     def fail(self, error: CommError) -> None:
@@ -120,7 +127,7 @@ class Scheduler:
     def close(self) -> None:
         """Drop everything, and the board: handles keep this object alive."""
         self.abandon("it was closed")
-        self._board = self._waiter = self._words = CLOSED
+        self._board = self._waiter = self._words = self._states = CLOSED
 
     def last_collective(self) -> int:
         """The number of the last one that was issued."""
@@ -129,18 +136,15 @@ class Scheduler:
 
     # ---------------------------------------------------------------- private
 
-    def _run(self, operation: Operation) -> None:
-        """Run the head of a queue to its end."""
+    def _advance(self, operation: Operation) -> None:
+        """One step of an operation, or wait for what it needs: it may have moved on then, and need something else."""
         words = self._words
-        while not operation.finished:
-            indices, target = operation.need
-            for index in indices:
-                if words[index] < target:
-                    # It may have moved on meanwhile, and now need something else.
-                    self._wait(indices, target, operation)
-                    break
-            else:
-                self._step(operation)
+        indices, target = operation.need
+        for index in indices:
+            if words[index] < target:
+                self._wait(indices, target, operation)
+                return
+        self._step(operation)
 
     def _wait(self, indices: Sequence[int], target: int, operation: Operation) -> None:
         try:
@@ -153,13 +157,16 @@ class Scheduler:
         """The part of `operation` up to its next need, which is known to be met."""
         if not futex.STORES_IN_ORDER:
             futex.fence()
+        passed = operation.passed
         try:
             operation.step()
         except BaseException as error:
             self.abandon(error)
             raise
-        if operation.finished:
+        if not passed and (operation.finished or operation.passed):
             operation.queue.popleft()
+            if not operation.finished:
+                self._passed.append(operation)
 
     def _is_met(self, operation: Operation) -> bool:
         words = self._words
@@ -180,5 +187,6 @@ class Scheduler:
         for queue in self._queues:
             if queue:
                 self._move(queue)
-                left += bool(queue)
+                if queue:
+                    left += 1
         return left

@@ -46,7 +46,8 @@ class Sleepers:
             futex.fence()
         self.asleep[self._rank] = 1
         try:
-            futex.full_barrier()
+            with futex.barrier:
+                pass
             for index in indices:
                 if words[index] < target:
                     futex.wait(self._address + 8 * bed, bell, seconds)

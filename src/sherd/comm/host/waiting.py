@@ -68,26 +68,34 @@ class Waiter:
                 if words[index] >= target:
                     break
             else:
+                break
+        else:
+            return
+        self._sleep(indices, target, meanwhile, operation)
+        for index in indices:
+            if words[index] < target:
                 try:
-                    self._sleep_until(indices, target, meanwhile, operation)
+                    self._sleep_on(indices, target, meanwhile, operation)
                 finally:
                     self._stances.leave()
                 return
 
-    def _sleep_until(
+    def _sleep(
         self, indices: Sequence[int], target: int, meanwhile: Callable[[], int], operation: Operation | None
     ) -> None:
+        # Nothing behind this operation in its queue can move before it does.
+        busy = meanwhile() > (operation is not None and len(operation.queue) > 0)
+        self._board.sleep(indices, target, LOOK_EVERY_BUSY if busy else LOOK_EVERY)
+
+    def _sleep_on(
+        self, indices: Sequence[int], target: int, meanwhile: Callable[[], int], operation: Operation | None
+    ) -> None:
+        """The first sleep was not enough."""
         board, words = self._board, self._board.words
         watch = Stopwatch()
         warn_at = self._options.warn_seconds
         circle_at = CIRCLE_EVERY
-        while True:
-            # Nothing behind this operation in its queue can move before it does.
-            busy = meanwhile() > (operation is not None and len(operation.queue) > 0)
-            board.sleep(indices, target, LOOK_EVERY_BUSY if busy else LOOK_EVERY)
-            late = [index for index in indices if words[index] < target]
-            if not late:
-                return
+        while late := [index for index in indices if words[index] < target]:
             missing = [board.writer(index) for index in late]
             fault = self._fault(missing)
             if fault is not None and any(words[index] < target for index in late):
@@ -108,6 +116,7 @@ class Waiter:
             if waited > warn_at:
                 self._warn(missing, waited)
                 warn_at = 2 * waited
+            self._sleep(indices, target, meanwhile, operation)
 
     def use_here(self) -> None:
         """Calls now come from this thread; threads take turns."""

@@ -32,6 +32,7 @@ class OwnGradients(GradientPath):
         self.together = alone
         self._trained = trained
         self._aside: list[tuple[Gradient, list[tuple[nn.Parameter, Tensor | None]]]] = []
+        self._hidden: dict[nn.Parameter, Tensor] = {}  # what is added up inside a window: `p.grad` shows none
         self._flat: dict[Bucket, tuple[Tensor, list[Tensor]]] = {}
         self._order: tuple[BucketList, Tensor] | None = None
         self.finite = True
@@ -48,8 +49,8 @@ class OwnGradients(GradientPath):
             return
         with bypass_torch_function():
             for gradient, buckets in trained.parts:
-                its = (member for bucket in buckets for member in bucket.members)
-                self._aside.append((gradient, [(member.parameter, member.parameter.grad) for member in its]))
+                its = [member.parameter for bucket in buckets for member in bucket.members]
+                self._aside.append((gradient, [(p, self._hidden.pop(p, p.grad)) for p in its]))
             for member in trained.buckets.parameters:
                 member.parameter.grad = None
 
@@ -63,13 +64,21 @@ class OwnGradients(GradientPath):
             if made:  # else it was another model's
                 for gradient, its in aside:
                     self._weigh(gradient, its)
-            for parameter, before in (each for _, its in aside for each in its):
-                if before is not None and parameter.grad is not None:
-                    parameter.grad = (
-                        before.add_(parameter.grad) if not before.requires_grad else before + parameter.grad
-                    )
-                elif before is not None:
-                    parameter.grad = before
+            for gradient, its in aside:
+                for parameter, before in its:
+                    made_here = parameter.grad
+                    if before is not None and made_here is not None:
+                        parameter.grad = before + made_here if before.requires_grad else before.add_(made_here)
+                    elif before is not None:
+                        parameter.grad = before
+                if not gradient.window.whole:
+                    self._hide(parameter for parameter, _ in its)
+
+    def _hide(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._hidden[parameter] = parameter.grad
+                parameter.grad = None
 
     def _weigh(self, gradient: Gradient, its: list[tuple[nn.Parameter, Tensor | None]]) -> None:
         weights = gradient.weights
@@ -88,6 +97,9 @@ class OwnGradients(GradientPath):
 
     def settle(self, wanted: Sequence[Gradient]) -> None:
         refuse_pointless(wanted)
+        for parameter, hidden in self._hidden.items():
+            parameter.grad = hidden
+        self._hidden.clear()
         for gradient, buckets in self._trained.parts:
             divisor = gradient.weights.divisor()
             if divisor != 1.0:
@@ -98,6 +110,7 @@ class OwnGradients(GradientPath):
         with bypass_torch_function():
             for bucket in self._trained.buckets.of(gradient.optimizer):
                 for member in bucket.members:
+                    self._hidden.pop(member.parameter, None)
                     own = member.parameter.grad
                     if own is not None:
                         member.parameter.grad = torch.zeros_like(own) if keep_zeros else None

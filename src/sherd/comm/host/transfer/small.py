@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from sherd.comm.calls import Call, Site
-from sherd.comm.host.board import HEADER_WORDS, HEADERS
+from sherd.comm.host.board import CHUNK_BITS, HEADER_WORDS, HEADERS
 from sherd.comm.host.memory import STAGED
-from sherd.comm.host.operation import Headers, Operation
-from sherd.comm.host.scheduler import Scheduler
+from sherd.comm.host.operation import Completes, Headers, Operation
 from sherd.comm.host.transfer.staging import Staging, is_small
 
-Finish = Callable[[list[Tensor], Tensor], None]
+Finish = Callable[[list[Tensor], Tensor], object]
 """finish(parts, target): make the result from the contributions."""
 
 
@@ -36,12 +35,12 @@ class SmallPlan:
 
 
 class SmallCalls:
-    """Issues small calls and completes them."""
+    """Issues small calls."""
 
     def __init__(self, headers: Headers, staging: Staging) -> None:
-        self._headers = headers
-        self._board = headers.board
-        self._staging = staging
+        self.headers = headers
+        self.board = headers.board
+        self.staging = staging
 
     def plan(
         self, call: Call, numel: int, dtype: torch.dtype, cut: int, contributors: Sequence[int], finish: Finish
@@ -49,59 +48,80 @@ class SmallCalls:
         """A plan for contributions of `numel` elements of which each rank reads `cut`, if they are small."""
         if not is_small(numel * dtype.itemsize):
             return None
-        rank, world = self._board.rank, self._board.world
+        rank, world = self.board.rank, self.board.world
         offset = rank * cut * dtype.itemsize if cut < numel else 0
         reads = contributors if numel else ()
-        views = [self._staging.views(r, offset, cut, dtype) if r in reads else None for r in range(world)]
-        mine = self._staging.views(rank, 0, numel, dtype) if rank in reads else None
+        views = [self.staging.views(r, offset, cut, dtype) if r in reads else None for r in range(world)]
+        mine = self.staging.views(rank, 0, numel, dtype) if rank in reads else None
         return SmallPlan(call, mine, views, finish, 1 if reads else 0)
 
     def start(
-        self, scheduler: Scheduler, number: int, plan: SmallPlan, site: Site, source: Tensor, target: Tensor
+        self,
+        scheduler: Completes,
+        number: int,
+        plan: SmallPlan,
+        site: Site,
+        source: Tensor,
+        target: Tensor,
+        own: Tensor | None,
     ) -> Operation | None:
         """Issue a small call; None if there is no room right now: a stream waits for it."""
-        staging = self._staging
-        if staging.free_after() or not self._headers.is_free(number):
+        staging, headers = self.staging, self.headers
+        if staging.free_after() or (number > headers.free and not headers.is_free(number)):
             return None
-        o = SmallOperation(scheduler, number, plan, target, self)
+        o = SmallOperation(scheduler, number, plan, target, own, self)
+        reached = o.base + plan.chunks
         chunk = 0
         if plan.mine is not None:
-            chunk = staging.take(o.base + 1)
+            chunk = staging.take(reached)
             plan.mine[chunk % staging.chunks].copy_(source)
-        self._board.write_header(number, plan.call, site, STAGED, chunk)
-        self._board.raise_flag(self._headers.my_posted, o.base + plan.chunks)
-        o.need = (self._headers.posted_by_peers, o.base + plan.chunks)
+        self.board.write_header(number, plan.call, site, STAGED, chunk)
+        self.board.raise_flag(headers.my_posted, reached)
+        o.need = (headers.posted_by_peers, reached)
         return o
-
-    def finish(self, o: SmallOperation) -> None:
-        """The step that is left when every rank has posted."""
-        board, plan = self._board, o.plan
-        words, chunks, within = board.words, self._staging.chunks, o.number % HEADERS * HEADER_WORDS
-        parts = []
-        for r, start_of_headers in enumerate(board.headers):
-            header = start_of_headers + within
-            if self._headers.check and words[header] != plan.call.fingerprint:
-                raise self._headers.diverged(o, r)
-            views = plan.views[r]
-            if views is not None:
-                parts.append(views[words[header + 4] % chunks])
-        if parts:
-            plan.finish(parts, o.target)
-        board.raise_flag(self._headers.my_done, o.base + plan.chunks)
-        o.finished = True
 
 
 class SmallOperation(Operation):
     """A small call under way: its contribution is posted, one step is left."""
 
-    __slots__ = ("_calls", "plan", "target")
+    __slots__ = ("_calls", "_own", "_plan", "_target")
 
-    def __init__(self, scheduler: Scheduler, number: int, plan: SmallPlan, target: Tensor, calls: SmallCalls) -> None:
-        super().__init__(scheduler, number, plan.call)
-        self.plan = plan
-        self.target = target
-        self.posted = self.staged_all = True
+    posted = staged_all = True
+
+    def __init__(
+        self,
+        scheduler: Completes,
+        number: int,
+        plan: SmallPlan,
+        target: Tensor,
+        own: Tensor | None,
+        calls: SmallCalls,
+    ) -> None:
+        # What the base class does, without calling it.
+        self._scheduler = scheduler
+        self.number = number
+        self.base = number << CHUNK_BITS
+        self.call = plan.call
+        self.finished = False
+        self._plan = plan
+        self._target = target
+        self._own = own
         self._calls = calls
 
     def step(self) -> None:
-        self._calls.finish(self)
+        """Every rank has posted: make the result."""
+        calls, plan, own = self._calls, self._plan, self._own
+        board, headers = calls.board, calls.headers
+        words, chunks, within = board.words, calls.staging.chunks, self.number % HEADERS * HEADER_WORDS
+        check, fingerprint = headers.check, plan.call.fingerprint
+        parts = []
+        for r, views in enumerate(plan.views):
+            header = board.headers[r] + within
+            if check and words[header] != fingerprint:
+                raise headers.diverged(self, r)
+            if views is not None:
+                parts.append(views[words[header + 4] % chunks] if own is None or r != board.rank else own)
+        if parts:
+            plan.finish(parts, self._target)
+        board.raise_flag(headers.my_done, self.base + plan.chunks)
+        self.finished = True

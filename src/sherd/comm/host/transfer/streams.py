@@ -52,6 +52,15 @@ class Streams:
         self._remote = remote
         self._geometries = Memo[tuple[Call, int, int, bool], Geometry]()
 
+    @property
+    def written(self) -> int:
+        """Chunks that this rank has ever staged, but for small contributions."""
+        return self._large.written
+
+    def scattered_chunks(self, call: Call, cut: int, itemsize: int) -> int:
+        """How many chunks each rank posts in a `scatter` that is not small."""
+        return self._geometry(call, cut, self._world - 1, itemsize, None, self._large).chunks
+
     # ---------------------------------------------------------------- movements
 
     def scatter(
@@ -109,6 +118,7 @@ class Streams:
         stages = None if lent[0] >= 0 else stage
         yield from self._stream(o, staging, g, cut, stages, receive, range(world), last=last)
         if lent[0] >= 0:
+            o.passed = last
             yield self._done_by_peers, o.base + g.chunks
         o.used = g.chunks
 
@@ -132,6 +142,7 @@ class Streams:
         yield from self._announce(o, lent, staging)
         yield from self._gather(o, staging, source, cut, contributors, codec, take, lent, room=room)
         if lent[0] >= 0:
+            o.passed = True
             yield self._done_by_peers, o.base + g.chunks
 
     def scatter_gather(
@@ -167,6 +178,8 @@ class Streams:
 
     def _announce(self, o: SteppedOperation, lent: Location, staging: Staging) -> Steps:
         """Write the header of an operation; its first contribution follows."""
+        if o.posted:
+            return  # it was lent before it became a stream, and others may be reading its header
         if not self._headers.is_free(o.number):
             yield self._headers.done_by_all, progress(o.number - HEADERS + 1)
         self._board.write_header(o.number, o.call, o.site, lent, staging.written)
@@ -264,7 +277,9 @@ class Streams:
         self._board.raise_flag(self._my_done, o.base + first)
 
     def _post(self, o: SteppedOperation, reached: int) -> None:
-        self._board.raise_flag(self._my_posted, reached)
+        # What was lent before it became a stream is posted already, and so may be what came after it.
+        if self._board.words[self._my_posted] < reached:
+            self._board.raise_flag(self._my_posted, reached)
         o.posted = True
 
     def _write(self, staging: Staging, chunk: int, offset: int, piece: Tensor, codec: Codec | None) -> None:
