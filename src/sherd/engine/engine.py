@@ -428,7 +428,8 @@ class Engine:
             return False
         if first and self._options.clip_norm is not None:
             self.clip(self._options.clip_norm)
-            self.access.accept(self.buckets.buckets)
+            if self.sums:
+                self.access.accept(self.buckets.buckets)  # another optimizer would take it for an edit
         return True
 
     def _finite(self, measure: bool) -> bool:

@@ -28,6 +28,7 @@ class OwnGradients:
     def __init__(self, gradients: Sequence[Gradient]) -> None:
         self._gradients = gradients
         self._aside: list[tuple[Gradient, list[tuple[nn.Parameter, Tensor | None]]]] = []
+        self._hidden: dict[nn.Parameter, Tensor] = {}  # what is added up inside a window: `p.grad` shows none
         self._flat: dict[Bucket, tuple[Tensor, list[Tensor]]] = {}
         self._order: tuple[BucketList, Tensor] | None = None
         self.finite = True
@@ -45,8 +46,8 @@ class OwnGradients:
             return
         with bypass_torch_function():
             for gradient in self._gradients:
-                members = (member for bucket in buckets.of(gradient.optimizer) for member in bucket.members)
-                self._aside.append((gradient, [(member.parameter, member.parameter.grad) for member in members]))
+                its = [member.parameter for bucket in buckets.of(gradient.optimizer) for member in bucket.members]
+                self._aside.append((gradient, [(p, self._hidden.pop(p, p.grad)) for p in its]))
             for member in buckets.parameters:
                 member.parameter.grad = None
 
@@ -60,13 +61,21 @@ class OwnGradients:
             if made:  # else it was another model's
                 for gradient, its in aside:
                     self._weigh(gradient, its)
-            for parameter, before in (each for _, its in aside for each in its):
-                if before is not None and parameter.grad is not None:
-                    parameter.grad = (
-                        before.add_(parameter.grad) if not before.requires_grad else before + parameter.grad
-                    )
-                elif before is not None:
-                    parameter.grad = before
+            for gradient, its in aside:
+                for parameter, before in its:
+                    if before is not None and parameter.grad is not None:
+                        made_here = parameter.grad
+                        parameter.grad = before + made_here if before.requires_grad else before.add_(made_here)
+                    elif before is not None:
+                        parameter.grad = before
+                if not gradient.window.whole:
+                    self._hide(parameter for parameter, _ in its)
+
+    def _hide(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._hidden[parameter] = parameter.grad
+                parameter.grad = None
 
     def _weigh(self, gradient: Gradient, its: list[tuple[nn.Parameter, Tensor | None]]) -> None:
         weights = gradient.weights
@@ -84,7 +93,10 @@ class OwnGradients:
     # ---------------------------------------------------------------- between backward and step
 
     def divide(self, buckets: BucketList) -> None:
-        """Turn a weighted sum into a weighted mean."""
+        """Show all of it, and turn a weighted sum into a weighted mean."""
+        for parameter, hidden in self._hidden.items():
+            parameter.grad = hidden
+        self._hidden.clear()
         for gradient in self._gradients:
             divisor = gradient.weights.divisor()
             if divisor != 1.0:
@@ -94,6 +106,7 @@ class OwnGradients:
         """Drop the gradients of these, or set them to zero."""
         with bypass_torch_function():
             for member in (member for bucket in buckets for member in bucket.members):
+                self._hidden.pop(member.parameter, None)
                 gradient = member.parameter.grad
                 if gradient is not None:
                     member.parameter.grad = torch.zeros_like(gradient) if keep_zeros else None
