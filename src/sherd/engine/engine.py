@@ -176,6 +176,7 @@ class Engine:
         for member in members:
             if len(member.bucket.members) == 1:
                 member.bucket.optimizer = optimizer
+        self.trained.buckets = self.buckets  # they belong to another gradient now
         self.shards[optimizer].follow(self.buckets)
 
     # ---------------------------------------------------------------- the gradient between backward and step

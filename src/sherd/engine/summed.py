@@ -90,7 +90,8 @@ class SummedGradients(GradientPath):
                 f"rank {self._comm.rank}: this backward was not started by loss.backward() or torch.autograd.backward, "
                 f"so its end would go unnoticed; call one of these"
             )
-        self._torn.refuse("this backward")
+        if self._torn.why:
+            self._torn.refuse("this backward")
         round.refuse_other_hooks(self._trained.inventory.members, self._comm.rank)
         factor = 1.0
         self._trained.backwards += 1

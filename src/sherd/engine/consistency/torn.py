@@ -21,14 +21,14 @@ class Torn:
         self._parameters = inventory.parameters
         self._rank = rank
         self._optimizers = tuple(optimizers)
-        self._why = ""
+        self.why = ""
         self._parameters_left: set[int] = set()
         self._optimizers_left: set[Optimizer] = set()
         self._hooks: list[Any] = []
 
     def tear(self, step: str, error: BaseException) -> None:
         """The update of this step failed after it had started."""
-        self._why = f"the update of {step} failed halfway ({type(error).__name__}: {error})"
+        self.why = f"the update of {step} failed halfway ({type(error).__name__}: {error})"
         self._parameters_left = {id(parameter) for parameter in self._parameters}
         self._optimizers_left = set(self._optimizers)
         if not self._hooks:
@@ -43,9 +43,9 @@ class Torn:
 
     def refuse(self, what: str) -> None:
         """Raise if there is torn state, which `what` would use."""
-        if self._why:
+        if self.why:
             raise SherdError(
-                f"rank {self._rank}: {what} is refused: {self._why}, so parameters and optimizer state are only partly "
+                f"rank {self._rank}: {what} is refused: {self.why}, so parameters and optimizer state are only partly "
                 f"updated; load both, on every rank: model.load_state_dict(...) and optimizer.load_state_dict(...)"
                 f"{' of every optimizer' if len(self._optimizers) > 1 else ''}"
             )
@@ -61,9 +61,9 @@ class Torn:
         return self._mend()
 
     def _mend(self) -> bool:
-        if not self._why or self._parameters_left or self._optimizers_left:
+        if not self.why or self._parameters_left or self._optimizers_left:
             return False
-        self._why = ""
+        self.why = ""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

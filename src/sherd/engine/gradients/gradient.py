@@ -255,8 +255,6 @@ class Trained:
         accumulate: int,
     ) -> None:
         self.inventory = inventory
-        self.buckets = buckets
-        """Replaced whole, when more is trained or launched in another order."""
         self.optimizers = tuple(optimizers)
         self.accumulate = accumulate
         stepping: Sequence[Optimizer | None] = optimizers or (None,)
@@ -265,6 +263,7 @@ class Trained:
             Gradient(each, name, reduction, accumulate) for each, name in zip(stepping, names, strict=True)
         )
         """One per optimizer; one of all parameters, if there is no optimizer."""
+        self.buckets = buckets
         self.shards: dict[Optimizer, Any] = {}
         """What steps the parameters of each optimizer, and follows what is trained."""
         self.backwards = 0
@@ -281,9 +280,15 @@ class Trained:
         return max(gradient.steps for gradient in self.gradients)
 
     @property
-    def parts(self) -> list[tuple[Gradient, tuple[Bucket, ...]]]:
+    def buckets(self) -> BucketList:
+        """What is trained. Replaced whole, when more is trained or launched in another order."""
+        return self._buckets
+
+    @buckets.setter
+    def buckets(self, buckets: BucketList) -> None:
+        self._buckets = buckets
+        self.parts = [(gradient, buckets.of(gradient.optimizer)) for gradient in self.gradients]
         """Every gradient, with its buckets."""
-        return [(gradient, self.buckets.of(gradient.optimizer)) for gradient in self.gradients]
 
     def thawed(self) -> list[TrackedParameter]:
         """Parameters that require a gradient and are not trained yet."""
