@@ -163,7 +163,7 @@ class Engine:
         self.round.move(round.State.OPEN)
 
     def arrive(self, member: TrackedParameter, gradient: Tensor) -> None:
-        """Take a gradient that autograd made."""
+        """Take a gradient that autograd made, if it is the first of a round or not a usual one."""
         if self.round.state is not round.State.COLLECTING:
             self._begin_collecting()
         if gradient.dtype is not member.bucket.dtype or gradient.shape != member.entry.shape:
@@ -414,7 +414,7 @@ class Engine:
         self.reductions.fit(self.buckets.buckets)
         self.access.follow(members)
         for member in members:
-            round.hook(member, self.comm.rank, self.arrive)
+            round.hook(member, self.comm.rank, self)
 
     def gradient_bytes(self) -> dict[str, int]:
         """What this rank allocated for gradients, by kind."""

@@ -60,13 +60,18 @@ class TrackedParameter:
         self.arrived = False
         """Whether it did so in the current round."""
         self.contribution: Tensor | None = None
-        """This rank's flat gradient until its bucket is launched, if it is not added up in `local`."""
+        """The gradient that autograd computed in this round, as it is, until its bucket is launched or it is added to
+        what came before."""
+        self.held: Tensor | None = None
+        """The sum of what came before, times its factors, if it is not added up in `local`."""
         self.late: Tensor | None = None
         """The gradient that arrived after its bucket was launched."""
         self.local: Tensor | None = None
         """Its view of this rank's whole gradient, where the exchange keeps one."""
         self.filled = False
         """Whether `local` has a contribution."""
+        self.warned = False
+        """Whether the user was told that its gradient is sparse."""
 
     def __repr__(self) -> str:
         return f"{self.name!r} ({self.mode.value})"
@@ -87,4 +92,4 @@ class TrackedParameter:
     def forget(self) -> None:
         """Drop the gradient."""
         self.used = self.used_here = self.filled = False
-        self.contribution = self.late = None
+        self.contribution = self.held = self.late = None
