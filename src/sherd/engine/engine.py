@@ -328,7 +328,7 @@ class Engine:
             raise SherdError(f"rank {self.comm.rank}: step() inside full_parameters; leave it first")
         if not self.window.advance():
             return False
-        self.unchanged.check_kinds()  # first: gradients would have to fit too
+        self.unchanged.check_kinds(closely=False)  # first: gradients would have to fit too
         self.settle()
         self.buffers.sync(self.steps)
         if not self.gradient.finite and self._options.nonfinite != "allow":

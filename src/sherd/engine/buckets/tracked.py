@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from sherd.layout.entry import Entry, dtype_name, memory_order
@@ -23,16 +22,6 @@ class Mode(enum.Enum):
     TRAINED = "trained"
 
 
-class Look(NamedTuple):
-    """What can be seen of a parameter without reading its values."""
-
-    version: int
-    place: object
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    shape: torch.Size
-
-
 class TrackedParameter:
     """One parameter: what it is, where it is stored, and the state of its gradient."""
 
@@ -45,8 +34,6 @@ class TrackedParameter:
     """Its memory in the store as this rank sees it: its `parameter.data`."""
     original: Tensor
     """Its memory in the store where updates are made."""
-    seen: Look
-    """Its look after the last legitimate change."""
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name = name

@@ -12,7 +12,7 @@ import math
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from sherd.errors import Diverged
 Settings = list[dict[str, Any]]
 """An optimizer's hyper-parameters, group by group."""
 
-_TRAINABLE = float(1 << 24)
+_TRAINABLE = 1 << 24
 """One number counts the ranks that used an entry, plus this for each rank on which it requires a gradient."""
 
 
@@ -49,10 +49,10 @@ class Report:
     """whether a parameter was edited since the last step"""
     late: Sequence[bool]
     """by bucket: whether a gradient arrived after it was launched"""
-    used: Sequence[bool]
-    """by entry"""
-    trainable: Sequence[bool]
-    """by entry"""
+    used: bytearray
+    """by entry: 1 or 0"""
+    trainable: bytearray
+    """by entry: 1 or 0"""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class Agreement:
     uniform: bool
     """whether every rank used every entry that requires a gradient"""
     late: list[bool]
-    used: list[bool]
+    used: list[bool] | None
+    """by entry; None if all were used"""
 
 
 def report(
@@ -82,7 +83,7 @@ def report(
     """This rank's report on its gradient."""
     late = set(late)
     with bypass_torch_function():
-        trainable = [member.parameter.requires_grad for member in buckets.parameters]
+        trainable = bytearray([member.parameter.requires_grad for member in buckets.parameters])
     return Report(
         step=step,
         backwards=gradient.backwards,
@@ -92,7 +93,7 @@ def report(
         weighed=bool(gradient.weights.weighed),
         edited=edited,
         late=[bucket in late for bucket in buckets.buckets],
-        used=[member.used_here for member in buckets.parameters],
+        used=bytearray([member.used_here for member in buckets.parameters]),
         trainable=trainable,
     )
 
@@ -101,7 +102,7 @@ def apply(agreed: Agreement, buckets: BucketList, gradient: Gradient, world: int
     """Apply what the ranks agreed on."""
     gradient.finite = agreed.finite
     gradient.weights.agreed(agreed.weight, agreed.weighing, world)
-    for member, used in zip(buckets.parameters, agreed.used, strict=True):
+    for member, used in zip(buckets.parameters, agreed.used or repeat(True), strict=False):
         member.used |= used
         member.used_here = False  # or the parameter would count as used again after zero_grad()
 
@@ -127,21 +128,35 @@ def hash_of(settings: Settings) -> int:
 
 def agree(comm: Communicator, report: Report, buckets: BucketList) -> Agreement:
     """Sum the ranks' reports; raise if the ranks are out of sync. Collective."""
-    known = [float(not report.finite), report.weight, float(report.weighed), float(report.edited)]
-    common = [float(number) for number in (report.step, report.backwards, report.settings)]
-    entries = [_TRAINABLE * can + has for can, has in zip(report.trainable, report.used, strict=True)]
-    parts = [known, common, [number * number for number in common], list(map(float, report.late)), entries]
+    world, late, entries = comm.world, len(report.late), len(report.used)
+    common = (report.step, report.backwards, report.settings)
+    known = (not report.finite, report.weight, report.weighed, report.edited, *common, *(n * n for n in common))
+    mine = torch.zeros(len(known) + late + entries, dtype=torch.float64)
+    mine[: len(known) + late] = torch.tensor([*known, *report.late], dtype=torch.float64)
+    if entries:
+        used, trainable = (torch.frombuffer(flags, dtype=torch.uint8) for flags in (report.used, report.trainable))
+        mine[len(known) + late :].copy_(trainable).mul_(_TRAINABLE).add_(used)
     with comm.counters.agreeing():
-        total = comm.all_reduce(torch.tensor(list(chain.from_iterable(parts)), dtype=torch.float64)).wait()
-        found: list[list[float]] = [part.tolist() for part in torch.split(total, [len(part) for part in parts])]
-        (bad, weight, weighing, edited), sums, squares, late, entries = found
-        same = [_same(one, other, comm.world) for one, other in zip(sums, squares, strict=True)]
+        total = comm.all_reduce(mine).wait()
+        numbers = total[: len(known) + late].tolist()
+        (bad, weight, weighing, edited), sums, squares = numbers[:4], numbers[4:7], numbers[7:10]
+        same = [_same(one, other, world) for one, other in zip(sums, squares, strict=True)]
         if not same[0] or not same[1]:
             raise _apart(comm, report)
-        _compare_trainable(comm, report, entries, buckets)
-    used = [count % _TRAINABLE > 0 for count in entries]
-    uniform = all(count % _TRAINABLE == count // _TRAINABLE for count in entries)
-    return Agreement(bad == 0, weight, weighing, edited > 0, same[2], uniform, [count > 0 for count in late], used)
+        counts = total[len(known) + late :]
+        uniform = bool((counts == world * (_TRAINABLE + 1)).all())  # in nearly every step
+        every: list[float] = [] if uniform else counts.tolist()
+        _compare_trainable(comm, report, every, buckets)
+    return Agreement(
+        finite=bad == 0,
+        weight=weight,
+        weighing=weighing,
+        edited=edited > 0,
+        same_settings=same[2],
+        uniform=uniform or all(count % _TRAINABLE == count // _TRAINABLE for count in every),
+        late=[count > 0 for count in numbers[10:]],
+        used=None if uniform else [count % _TRAINABLE > 0 for count in every],
+    )
 
 
 def agree_on_edits(comm: Communicator, buckets: BucketList, seen: int, assigned: Sequence[str], step: int) -> bool:
@@ -203,7 +218,7 @@ def _apart(comm: Communicator, report: Report) -> Diverged:
 def _compare_trainable(comm: Communicator, report: Report, counts: Sequence[float], buckets: BucketList) -> None:
     for entry, count in enumerate(counts):
         if count // _TRAINABLE not in (0, comm.world):
-            can = comm.all_gather_object(report.trainable[entry])
+            can = comm.all_gather_object(bool(report.trainable[entry]))
             yes, no = can.index(True), can.index(False)
             name = buckets.parameters[entry].name
             raise Diverged(
