@@ -264,15 +264,19 @@ class Engine:
         """Make the gradient whole: nothing is local any more, nothing under way, and weights are divided out."""
         self.round.refuse_failed()
         self.access.collect(self.buckets)
+        shown = self.access.shown
         if not self.gradient.backwards:
+            shown = False
             # A rank that skipped a backward would otherwise go on without the others.
             with labelled(f"step {self.steps} without a backward"):
                 self._agree()
         edited = [bucket for bucket in self.buckets.buckets if bucket.edited]
         if any(bucket.local is not Local.NONE for bucket in self.buckets.buckets):
+            shown = False
             self._flush()
             self.round.close()
-        self._show()
+        if not shown:
+            self._show()
         if edited or self.access.assigned:  # those that were set before a backward were measured in it
             for bucket in edited:
                 bucket.measure()

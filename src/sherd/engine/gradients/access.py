@@ -12,6 +12,7 @@ import sys
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from operator import is_not
 from typing import Any
 
 import torch
@@ -38,6 +39,13 @@ class GradAccess(ABC):
         self.assigned: list[str] = []
         """The parameters whose gradient was set to one of the user's tensors; for messages."""
         self._shown = False
+        self._left: list[Tensor | None] | None = None
+        """What `p.grad` of each parameter was left as; None if that is not known."""
+
+    @property
+    def shown(self) -> bool:
+        """Whether `p.grad` shows the sums."""
+        return self._shown
 
     def follow(self, members: Iterable[TrackedParameter]) -> None:
         """Include these parameters from now on: they are trained."""
@@ -45,16 +53,20 @@ class GradAccess(ABC):
 
     def show(self, buckets: BucketList) -> None:
         """The sums are done: set `p.grad`."""
+        left: list[Tensor | None] = []
         with bypass_torch_function():
             for member in buckets.parameters:
-                if member.used and member.parameter.dtype == member.bucket.dtype:  # otherwise it was converted
-                    member.parameter.grad = self._view(member)
-        self._shown = True
+                parameter, view = member.parameter, None
+                if member.used and parameter.dtype is member.bucket.dtype:  # otherwise it was converted
+                    parameter.grad = view = self._view(member)
+                left.append(view)
+        self._shown, self._left = True, left
 
     def hide(self, buckets: BucketList, whole: bool) -> None:
         """A round begins: take `p.grad` away, or autograd would add to it. It is not `whole` inside a window."""
         self.collect(buckets)
-        self._take_away(buckets)
+        if self._shown or self._left is None:  # or there is nothing
+            self._take_away(buckets)
 
     def forget(self, buckets: BucketList) -> None:
         """Drop the gradient."""
@@ -64,7 +76,7 @@ class GradAccess(ABC):
     def collect(self, buckets: BucketList) -> None:
         """Apply changes of `p.grad` to the sums, and mark the buckets that changed as `edited`."""
         rewritten: dict[Bucket, dict[TrackedParameter, Tensor | None]] = {}  # what `p.grad` was set to
-        for member, gradient in _grads(buckets):
+        for member, gradient in () if self._as_left(buckets) else _grads(buckets):
             if gradient is None:
                 if member.used and self._shown:
                     member.used = False
@@ -84,12 +96,22 @@ class GradAccess(ABC):
             if bucket.summed and (bucket in rewritten or bucket in changed):
                 self._see(bucket, rewritten.get(bucket, {}))
 
+    def _as_left(self, buckets: BucketList) -> bool:
+        """Whether no `p.grad` was set since; what was left is forgotten otherwise, as holding it would keep memory."""
+        if self._left is not None and len(self._left) == len(buckets.parameters):
+            with bypass_torch_function():
+                gradients = [member.parameter.grad for member in buckets.parameters]
+            if not any(map(is_not, gradients, self._left)):
+                return True
+        self._left = None
+        return False
+
     def suspects(self, buckets: BucketList) -> set[Bucket]:
         """Buckets that may have been changed in a way that `collect` cannot detect."""
         return set()
 
     def _take_away(self, buckets: BucketList) -> None:
-        self._shown = False
+        self._shown, self._left = False, [None] * len(buckets.parameters)
         with bypass_torch_function():
             for member in buckets.parameters:
                 member.parameter.grad = None
@@ -203,12 +225,11 @@ def _local(member: TrackedParameter) -> Tensor:
     return member.local
 
 
-def _references(kept: Mapping[Any, object], key: Any) -> int:
-    value = kept[key]
-    return sys.getrefcount(value)
+def _references(kept: Mapping[Any, object]) -> list[int]:
+    return [sys.getrefcount(value) for value in kept.values()]
 
 
-_UNSHARED = _references({0: object()}, 0)
+_UNSHARED = _references({0: object()})[0]
 """What it counts for an object that only the mapping holds: the interpreter's own references differ by version."""
 
 
@@ -259,7 +280,7 @@ class ShardedAccess(GradAccess):
 
     def _take_away(self, buckets: BucketList) -> None:
         super()._take_away(buckets)
-        self._let_go(self._views)
+        self._let_go(list(self._views))
         self._gathered.clear()  # sums may be scaled or zeroed from here on
         self._scaled.clear()
 
@@ -273,9 +294,12 @@ class ShardedAccess(GradAccess):
 
     def _let_go(self, members: Iterable[TrackedParameter]) -> None:
         """Release these gradients. Those that the program keeps retain their values and may be read later."""
-        for member in [member for member in members if member in self._views]:
-            if _references(self._views, member) > _UNSHARED or self._views[member]._use_count() > 1:  # type: ignore[attr-defined]
-                self._views.pop(member).keep(self._reader(member))
+        views = {member: self._views.pop(member) for member in members if member in self._views}
+        for (member, view), references in zip(views.items(), _references(views), strict=True):
+            if references > _UNSHARED or view._use_count() > 1:  # type: ignore[attr-defined]
+                view.keep(self._reader(member))
+            else:
+                self._views[member] = view
 
     def _reader(self, member: TrackedParameter) -> Callable[[], Tensor]:
         """What reads the gradient of now, later. Holding it keeps its memory from being used for the next one.
