@@ -218,7 +218,7 @@ class Engine:
             raise SherdError(f"rank {self.comm.rank}: step() inside full_parameters; leave it first")
         if not gradient.window.advance():
             return False
-        self.unchanged.check_kinds()  # first: gradients would have to fit too
+        self.unchanged.check_kinds(closely=False)  # first: gradients would have to fit too
         first = self._steps_first(gradient)
         self.settle(gradient)
         if first and self.policy.exchanges(gradient.calls):

@@ -75,7 +75,7 @@ class SummedGradients(GradientPath):
         self.round.move(round.State.OPEN)
 
     def arrive(self, member: TrackedParameter, gradient: Tensor) -> None:
-        """Take a gradient that autograd made."""
+        """Take a gradient that autograd made, if it is the first of a round or not a usual one."""
         if self.round.state is not round.State.COLLECTING:
             self._begin_collecting()
         if gradient.dtype is not member.bucket.dtype or gradient.shape != member.entry.shape:
@@ -269,7 +269,7 @@ class SummedGradients(GradientPath):
         self._exchange.take([each for each in self._trained.buckets.buckets if each in theirs and not each.kept])
         self.reductions.fit(self._trained.buckets.buckets)
         self.access.follow(members)
-        self._hooks += [round.hook(member, self._comm.rank, self.arrive) for member in members]
+        self._hooks += [round.hook(member, self._comm.rank, self) for member in members]
         self._learned = False
 
     def leave(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -24,6 +24,22 @@ ITEMSIZE = {
 
 ALIGNMENT = 64
 """In bytes, as torch's own CPU allocator aligns; with less, kernels take another path, which gives other bits."""
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """The dtypes of a bucket by role: what its parameters are, what travels of their gradients, what is summed and
+    kept, and what the optimizer steps."""
+
+    parameter: str
+    wire: str
+    sum: str
+    update: str
+
+    @classmethod
+    def all(cls, name: str) -> Dtypes:
+        """One dtype in every role."""
+        return cls(name, name, name, name)
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -84,6 +100,8 @@ class Entry:
     dtype: str = "float32"
     placement: Placement = Placement.FLAT
     order: tuple[int, ...] | None = None
+    dtypes: Dtypes | None = field(default=None, compare=False)
+    """by role, if they are not all `dtype`. Chosen anew by each run: no part of a layout's description"""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -94,6 +112,8 @@ class Entry:
             raise ConfigError(f"parameter {self.name!r} has shape {self.shape}; a size cannot be negative")
         if self.dtype not in ITEMSIZE:
             raise ConfigError(f"parameter {self.name!r} has dtype {self.dtype!r}; {nearest(self.dtype, ITEMSIZE)}")
+        if self.dtypes is not None and self.dtypes.parameter != self.dtype:
+            raise ConfigError(f"parameter {self.name!r} has dtype {self.dtype!r} and {self.dtypes}; write the same")
         if self.placement is Placement.COLUMN:
             try:
                 Split.of(self.shape, self.placement)
@@ -121,6 +141,11 @@ class Entry:
         if tensor.stride() == self.strides and (tensor.device.type != "cpu" or tensor.data_ptr() % ALIGNMENT == 0):
             return tensor
         return torch.empty_strided(self.shape, self.strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+    @cached_property
+    def roles(self) -> Dtypes:
+        """Its dtypes by role."""
+        return self.dtypes or Dtypes.all(self.dtype)
 
     @cached_property
     def strides(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sherd.layout.entry import ITEMSIZE, Entry
+from sherd.layout.entry import ITEMSIZE, Dtypes, Entry
 from sherd.layout.placement import Placement, padded
 
 LARGEST_BUCKET_BYTES = 2 << 20
@@ -51,17 +51,17 @@ class _Open:
 def pack(entries: Sequence[Entry], keys: Sequence[object], world: int, bucket_numel: int) -> list[tuple[int, ...]]:
     """Indices of the entries of each bucket, in the given order, at most `bucket_numel` elements to a bucket.
 
-    One bucket of each dtype, placement and key is open at a time; it closes before the entry that would overfill it,
-    and an entry larger than `bucket_numel` has a bucket of its own. Buckets are ordered by their last entry: the order
-    in which they are completed when parameters arrive in the given order.
+    One bucket of the same dtypes, placement and key is open at a time. It closes before the entry that would overfill
+    it, and an entry larger than `bucket_numel` has a bucket of its own. Buckets are ordered by their last entry: the
+    order in which they are completed when parameters arrive in the given order.
 
     A bucket of whole layers may hold more: `world` times its largest. Its slices are at least as long as its largest
     layer, so a bucket of fewer layers than owners would be mostly padding.
     """
     buckets: list[_Open] = []
-    opened: dict[tuple[str, Placement, object], _Open] = {}
+    opened: dict[tuple[Dtypes, Placement, object], _Open] = {}
     for index, (entry, key) in enumerate(zip(entries, keys, strict=True)):
-        kind, size = (entry.dtype, entry.placement, key), padded(entry.numel)
+        kind, size = (entry.roles, entry.placement, key), padded(entry.numel)
         bucket = opened.get(kind)
         if bucket is not None:
             limit = bucket_numel

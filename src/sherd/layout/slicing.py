@@ -23,7 +23,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from sherd.layout.entry import Entry
+from sherd.layout.entry import Dtypes, Entry
 from sherd.layout.placement import BLOCK, Placement, Region, Split, flat_region, padded, share, sharer, slice_size
 
 
@@ -73,6 +73,11 @@ class Bucket(ABC):
     @property
     def dtype(self) -> str:
         return self.entries[0].dtype
+
+    @property
+    def dtypes(self) -> Dtypes:
+        """By role; `dtype` is that of the parameters."""
+        return self.entries[0].roles
 
     @property
     def placement(self) -> Placement:

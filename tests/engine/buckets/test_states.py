@@ -44,7 +44,7 @@ def packed(frozen=(), kind=SliceExchange, bucket_numel=1024):
 def fill(bucket, value=1.0):
     bucket.open()
     for member in bucket.members:
-        bucket.arrive(member, torch.full(member.entry.shape, value), 1.0)
+        bucket.arrive(member, torch.full(member.entry.shape, value))
 
 
 @pytest.mark.parametrize("kind", [SliceExchange, WholeExchange, ReplicaExchange])

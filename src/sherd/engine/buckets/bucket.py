@@ -3,7 +3,9 @@
 values        their values: the whole bucket, and what this rank owns of it (set by the store)
 contribution  a gradient that autograd computed on this rank
 local         contributions that have not been sent to any other rank yet
-sum           the result of the reduction over the ranks; each owner keeps a slice of it, or every rank keeps all of it
+wire          the dtype in which contributions travel; each is multiplied by its round's factor in that or a wider one
+sum           the result of the reduction over the ranks, in its own dtype; each owner keeps a slice of it, or every
+              rank keeps all of it
 norms         norms of the blocks of this rank's slice of the sum, taken while it is in the cache
 """
 
@@ -20,11 +22,11 @@ from torch.optim import Optimizer
 
 from sherd.comm import Communicator
 from sherd.engine.buckets.exchange import Exchange, Rooms
+from sherd.engine.buckets.ring import Filling
 from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.errors import SherdError
 from sherd.layout import slicing
 from sherd.layout.entry import dtype_of
-from sherd.layout.pieces import PADDING, Piece
 from sherd.layout.placement import BLOCK
 from sherd.layout.slicing import FlatBucket, Segment
 
@@ -82,6 +84,7 @@ class Bucket:
         self.described = described
         self.members = tuple(members)
         self.dtype = dtype_of(described.dtype)
+        self.wire, self.sum_dtype = dtype_of(described.dtypes.wire), dtype_of(described.dtypes.sum)
         self._by_entry = dict(zip(described.members, self.members, strict=True))
         for position, member in enumerate(self.members):
             member.bucket, member.position, member.offset = self, position, described.begins[position]
@@ -100,7 +103,8 @@ class Bucket:
         self.kept = False
         """Whether there is memory for its sum."""
         self._begun = False  # whether memory was chosen for the current gradient
-        self._pieces: list[tuple[Piece, list[list[tuple[TrackedParameter | None, int, int]]]]] = []
+        self._factor = 1.0
+        self._pieces: list[Filling] = []
 
     def __repr__(self) -> str:
         return f"the bucket of {self.members[0].name!r}, {len(self.members)} parameters"
@@ -158,8 +162,8 @@ class Bucket:
 
     def drop_local(self, member: TrackedParameter) -> None:
         """A program dropped the gradient of a member, with the contributions that were not exchanged yet."""
-        member.contribution, member.filled, member.used_here = None, False, False
-        if not any(other.filled or other.contribution is not None for other in self.members):
+        member.contribution, member.held, member.filled, member.used_here = None, None, False, False
+        if not any(each.filled or each.contribution is not None or each.held is not None for each in self.members):
             self.local = Local.NONE
 
     def abandon(self) -> None:
@@ -191,104 +195,108 @@ class Bucket:
 
     # ---------------------------------------------------------------- contributions
 
-    def open(self) -> None:
-        """A round begins."""
-        self.missing, self.launched = len(self.members), False
+    def open(self, factor: float = 1.0) -> None:
+        """A round begins, in which contributions are multiplied by `factor`."""
+        self.missing, self.launched, self._factor = len(self.members), False, factor
         if self.local is Local.COMPLETE:
             self.local = Local.PARTIAL
         for member in self.members:
             member.arrived = False
 
-    def arrive(self, member: TrackedParameter, gradient: Tensor, factor: float) -> bool:
-        """Take a contribution; return whether it was the last one missing."""
-        self.take(member, gradient, factor)
+    def arrive(self, member: TrackedParameter, gradient: Tensor) -> bool:
+        """Keep a contribution as it is until the bucket is launched; return whether it was the last one missing."""
+        if member.contribution is not None:
+            self.add_up()  # it arrived before in this round
+        member.contribution = gradient
+        member.used_here = True
         if member.arrived:
             return False
         member.arrived = True
         self.missing -= 1
-        if self.missing:
-            return False
-        self.local = Local.COMPLETE
-        return True
+        self.local = Local.PARTIAL if self.missing else Local.COMPLETE
+        return not self.missing
 
-    def take(self, member: TrackedParameter, gradient: Tensor, factor: float) -> None:
-        """Keep a contribution until the bucket is launched."""
-        if self.local is Local.NONE:
-            self.local = Local.PARTIAL
-        if member.local is None or self.summed:
-            self._hold(member, gradient, factor)
+    def add_up(self) -> None:
+        """Add the contributions of this round, times its factor, to what came before: each is rounded once."""
+        given = [member for member in self.members if member.contribution is not None]
+        if not given:
             return
-        self.begin()
-        view = member.local
-        if member.filled:
-            view.add_(gradient, alpha=factor)
-        elif factor != 1.0:
-            torch.mul(gradient, factor, out=view)
+        gradients: list[Tensor] = [member.contribution for member in given]  # type: ignore[misc]
+        factor = self._factor
+        if factor == 0.0:
+            gradients = [*map(torch.zeros_like, gradients)]  # zero times NaN is NaN: the loss of no tokens may be NaN
+        if self.whole_is_local:
+            self.begin()
+            self._add_up_in_place(given, gradients, factor)
         else:
-            view.copy_(gradient)
-        member.filled = True
+            for member, gradient in zip(given, gradients, strict=True):
+                member.held = self._added(member.held, gradient, factor)
+        for member in given:
+            member.contribution = None
 
-    def _hold(self, member: TrackedParameter, gradient: Tensor, factor: float) -> None:
-        gradient = gradient.reshape(-1) if member.entry.order is None else member.entry.flattened(gradient)
-        if member.contribution is not None:
-            gradient = torch.add(member.contribution, gradient, alpha=factor)  # one rounding, as `add_` into a view
-        elif factor != 1.0:
-            gradient = gradient * factor
-        member.contribution = gradient
+    def _add_up_in_place(self, given: Sequence[TrackedParameter], gradients: Sequence[Tensor], factor: float) -> None:
+        pairs = list(zip(given, gradients, strict=True))
+        new = [(member.local, gradient) for member, gradient in pairs if not member.filled]
+        if new:
+            views, sources = zip(*new, strict=True)
+            torch._foreach_copy_(views, [self._added(None, gradient, factor) for gradient in sources])
+        if more := [(member.local, gradient) for member, gradient in pairs if member.filled]:
+            views, sources = zip(*more, strict=True)
+            torch._foreach_add_(views, sources, alpha=factor)
+        for member in given:
+            member.filled = True
+
+    def _added(self, held: Tensor | None, gradient: Tensor, factor: float) -> Tensor:
+        if held is not None:
+            return torch.add(held, gradient, alpha=factor)
+        gradient = gradient.to(self.sum_dtype)
+        return gradient if factor == 1.0 else gradient * factor
+
+    @property
+    def whole_is_local(self) -> bool:
+        """Whether this rank has memory for the whole gradient, and no sum in it: contributions are added up there."""
+        return not self.summed and self.members[0].local is not None
 
     # ---------------------------------------------------------------- reduction
 
     def launch(self, op: str, reductions: Reductions) -> None:
         """Start reducing the contributions; a missing one counts as zero."""
         self.begin()
-        if self.members[0].local is None or self.summed:
-            self._launch_through_ring(op, reductions)
+        if self.whole_is_local:
+            self._launch_in_place(op, reductions)
         else:
-            for member in self.members:
-                if not member.filled:
-                    member.local.zero_()  # type: ignore[union-attr]
-                member.filled = False
-            self.move(Sum.REDUCING)
-            reductions.add(self, self.exchange.reduce_in_place(self, op), self.sum, None, last=True)
+            self._launch_through_ring(op, reductions)
         self.local = Local.NONE
+
+    def _launch_in_place(self, op: str, reductions: Reductions) -> None:
+        self.add_up()
+        for member in self.members:
+            if not member.filled:
+                member.local.zero_()  # type: ignore[union-attr]
+            member.filled = False
+        self.move(Sum.REDUCING)
+        reductions.add(self, self.exchange.reduce_in_place(self, op), self.sum, None, last=True)
 
     def _launch_through_ring(self, op: str, reductions: Reductions) -> None:
         first = not self.summed
         self.move(Sum.REDUCING)
+        if self._factor != 1.0 or any(member.held is not None for member in self.members):
+            self.add_up()  # one by one: in bf16 the same number may round differently in the middle of a longer tensor
+            for member in self.members:
+                member.contribution, member.held = member.held, None
         if not self._pieces:  # cut at the first launch: a large world has many
-            self._pieces = [(piece, self._runs(piece)) for piece in self.exchange.pieces(self.described)]
-        for piece, runs in self._pieces:
-            slot = reductions.slot(piece.numel, self.dtype)
-            own = self._fill(slot, runs)
+            cut = self.exchange.pieces(self.described)
+            self._pieces = [Filling(piece, self._by_entry, self.exchange.rank, self.dtype, self.wire) for piece in cut]
+        for piece in self._pieces:
+            source, own = piece.fill(reductions.slot())
             target = self.sum[piece.start : piece.stop]
-            handle, addend = self.exchange.reduce(self, slot, own, target, op, first)
+            handle, addend = self.exchange.reduce(self, source, own, target, op, first)
             reductions.ring.lend(handle)
-            reductions.add(self, handle, target, addend, last=piece is self._pieces[-1][0])
+            reductions.add(self, handle, target, addend, last=piece is self._pieces[-1])
         for member in self.members:
             member.contribution = None
         if not self._pieces:  # no member has any elements
             self.move(Sum.DONE)
-
-    def _runs(self, piece: Piece) -> list[list[tuple[TrackedParameter | None, int, int]]]:
-        """The parts of a piece as runs: elements of a member, or padding."""
-        return [
-            [(None if entry == PADDING else self._by_entry[entry], start, stop) for entry, start, stop in part]
-            for part in piece.parts
-        ]
-
-    def _fill(self, slot: Tensor, parts: Sequence[Sequence[tuple[TrackedParameter | None, int, int]]]) -> Tensor | None:
-        """Copy a piece into its slot, except this rank's own part if that can be read in place."""
-        rank, size = self.exchange.rank, slot.numel() // len(parts)
-        runs = [_run(slot, *run) for part in parts for run in part]
-        if len(parts) == 1 or len(parts[rank]) > 1:
-            torch.cat(runs, out=slot)
-            return None
-        before = sum(len(part) for part in parts[:rank])
-        if rank > 0:
-            torch.cat(runs[:before], out=slot[: rank * size])
-        if rank + 1 < len(parts):
-            torch.cat(runs[before + 1 :], out=slot[(rank + 1) * size :])
-        return runs[before]
 
     def finish(self) -> None:
         """The reduction is done."""
@@ -299,7 +307,7 @@ class Bucket:
     def measure(self) -> None:
         """Take the norms of this rank's slice, whose padding is zero. Of a sum that a program dropped they are zero."""
         # In fp32: fp64 takes 20 times as long, and the error over 256 elements is far below that of a 16-bit gradient.
-        wide = torch.float32 if self.dtype in (torch.float16, torch.bfloat16) else None
+        wide = torch.float32 if self.sum_dtype in (torch.float16, torch.bfloat16) else None
         rows = self.slice.view(self.norms.numel(), BLOCK)
         if self.summed:
             self.norms.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=wide))
@@ -311,10 +319,3 @@ class Bucket:
         """Multiply the sum by `factor`."""
         self.sum.mul_(factor)
         self.scaled *= factor
-
-
-def _run(slot: Tensor, member: TrackedParameter | None, start: int, stop: int) -> Tensor:
-    held = None if member is None else member.contribution
-    if held is None:
-        return slot.new_zeros(1).expand(stop - start)
-    return held if stop - start == held.numel() else held[start:stop]

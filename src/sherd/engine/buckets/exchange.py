@@ -19,7 +19,7 @@ from torch import Tensor
 from sherd.comm import Communicator, Handle
 from sherd.engine.buckets.memory import carve, numel_by_dtype, with_own_storage
 from sherd.layout import slicing
-from sherd.layout.entry import ITEMSIZE, dtype_of
+from sherd.layout.entry import dtype_of
 from sherd.layout.pieces import Piece, cut_by_slice, cut_whole, largest_by_slice, largest_whole
 from sherd.layout.placement import slice_size
 
@@ -109,18 +109,18 @@ class Exchange(ABC):
     def take(self, buckets: Sequence[Bucket]) -> None:
         """Keep the sums of these buckets too."""
         described = [bucket.described for bucket in buckets]
-        memory = self._allocate(numel_by_dtype(described, self.kept))
+        memory = self._allocate(numel_by_dtype(described, self.kept, "sum"))
         self.nbytes += sum(flat.nbytes for flat in memory.values())
-        for bucket, part in zip(buckets, carve(memory, described, self.kept), strict=True):
+        for bucket, part in zip(buckets, carve(memory, described, self.kept, "sum"), strict=True):
             bucket.keep(self, part)
 
     def slot_bytes(self, bucket: Bucket) -> int:
         """Bytes of the largest piece of a bucket."""
-        return self.largest(bucket.described) * ITEMSIZE[bucket.described.dtype]
+        return self.largest(bucket.described) * bucket.wire.itemsize
 
     def another_room(self, bucket: Bucket) -> Room:
         """Private memory for a bucket whose memory the user's program keeps."""
-        numel, dtype = self.kept(bucket.described), bucket.dtype
+        numel, dtype = self.kept(bucket.described), bucket.sum_dtype
         return self.room(bucket, torch.zeros(numel, dtype=dtype, device=self._device))
 
     def _allocate(self, sizes: dict[str, int]) -> dict[str, Tensor]:
@@ -136,7 +136,7 @@ class Exchange(ABC):
 
     def reduce_in_place(self, bucket: Bucket, op: str) -> Handle:
         """Reduce this rank's whole gradient, if the exchange keeps one, into the sum."""
-        return self._reduce(bucket, bucket.whole, bucket.sum, op)
+        return self._reduce(bucket, bucket.whole.to(bucket.wire), bucket.sum, op)
 
     def reduce(
         self, bucket: Bucket, slot: Tensor, own: Tensor | None, target: Tensor, op: str, first: bool
@@ -215,4 +215,5 @@ class ReplicaExchange(WholeExchange):
     def reduce(
         self, bucket: Bucket, slot: Tensor, own: Tensor | None, target: Tensor, op: str, first: bool
     ) -> tuple[Handle, Tensor | None]:
-        return self._reduce(bucket, slot, slot, op), slot
+        aside = slot if slot.dtype == target.dtype else torch.empty_like(target)
+        return self._reduce(bucket, slot, aside, op), aside

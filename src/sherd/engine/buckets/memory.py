@@ -1,4 +1,4 @@
-"""Buckets laid end to end in flat memory, one allocation per dtype."""
+"""Buckets laid end to end in flat memory, one allocation per dtype: that of the parameters, or that of another role."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from torch import Tensor
 from sherd.layout.slicing import Bucket
 
 
-def numel_by_dtype(buckets: Iterable[Bucket], size: Callable[[Bucket], int]) -> dict[str, int]:
+def numel_by_dtype(buckets: Iterable[Bucket], size: Callable[[Bucket], int], role: str = "parameter") -> dict[str, int]:
     """Elements of these buckets, by dtype."""
     numel: dict[str, int] = {}
     for bucket in buckets:
-        numel[bucket.dtype] = numel.get(bucket.dtype, 0) + size(bucket)
+        dtype = getattr(bucket.dtypes, role)
+        numel[dtype] = numel.get(dtype, 0) + size(bucket)
     return numel
 
 
-def carve(memory: Mapping[str, Tensor], buckets: Iterable[Bucket], size: Callable[[Bucket], int]) -> list[Tensor]:
+def carve(
+    memory: Mapping[str, Tensor], buckets: Iterable[Bucket], size: Callable[[Bucket], int], role: str = "parameter"
+) -> list[Tensor]:
     """A part of `memory` for each bucket, in order."""
     used = dict.fromkeys(memory, 0)
     parts = []
     for bucket in buckets:
-        start = used[bucket.dtype]
-        used[bucket.dtype] = start + size(bucket)
-        parts.append(memory[bucket.dtype][start : used[bucket.dtype]])
+        dtype = getattr(bucket.dtypes, role)
+        start = used[dtype]
+        used[dtype] = start + size(bucket)
+        parts.append(memory[dtype][start : used[dtype]])
     return parts
 
 

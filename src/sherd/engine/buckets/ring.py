@@ -1,17 +1,21 @@
-"""A small ring of slots from which pieces of buckets are reduced, and the reductions in flight."""
+"""A small ring of slots from which pieces of buckets are reduced, how they are filled, and the reductions in flight."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sherd.comm import Communicator, Handle
-from sherd.engine.buckets.bucket import Bucket
-from sherd.engine.buckets.exchange import Exchange
+from sherd.engine.buckets.tracked import TrackedParameter
+from sherd.layout.pieces import Piece
+
+if TYPE_CHECKING:
+    from sherd.engine.buckets.bucket import Bucket
+    from sherd.engine.buckets.exchange import Exchange
 
 SLOTS = 4
 """How far a rank may run ahead of the slowest. On two ranks that exchange as much as they compute, a backward took
@@ -20,6 +24,93 @@ MAX_UNDER_WAY = 32
 MAX_ON_THE_WAY = 2 * SLOTS
 """The limit for reductions through the ring. Their slots are free again while partial sums still cross the network, in
 the communicator's memory."""
+
+
+class Slot:
+    """Memory that pieces are reduced from."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.filled_with: Filling | None = None
+        """The piece that was put into it last."""
+
+
+class Part(NamedTuple):
+    """Elements `[start, stop)` of a member, or, without one, padding."""
+
+    member: TrackedParameter | None
+    start: int
+    stop: int
+
+    def contribution(self) -> Tensor | None:
+        """These elements of what autograd computed."""
+        if self.member is None or self.member.contribution is None:
+            return None
+        return self.member.entry.flattened(self.member.contribution)[self.start : self.stop]
+
+
+class Filling:
+    """A piece of a bucket as it is put into a slot, in the dtype that travels, by views that are kept between rounds.
+
+    This rank's own part is not copied if it is a single run: no other rank reads it.
+    """
+
+    def __init__(
+        self, piece: Piece, members: Mapping[int, TrackedParameter], rank: int, dtype: torch.dtype, wire: torch.dtype
+    ) -> None:
+        self.start, self.stop = piece.start, piece.stop
+        self._nbytes, self._wire = piece.numel * wire.itemsize, wire
+        self._own: Part | None = None
+        self._whole: list[tuple[TrackedParameter, int]] = []  # with their offsets in the slot
+        self._cut: list[tuple[Part, int]] = []
+        self._gaps: list[tuple[int, int]] = []
+        at = 0
+        for owner, runs in enumerate(piece.parts):
+            for entry, start, stop in runs:
+                part = Part(members.get(entry), start, stop)
+                if owner == rank and len(runs) == 1 < len(piece.parts) and dtype == wire:
+                    self._own = part
+                elif part.member is None:
+                    self._gaps.append((at, at + stop - start))
+                elif stop - start == part.member.entry.numel:
+                    self._whole.append((part.member, at))
+                else:
+                    self._cut.append((part, at))
+                at += stop - start
+        self._slot: Slot | None = None
+
+    def fill(self, slot: Slot) -> tuple[Tensor, Tensor | None]:
+        """Put the contributions into `slot`, zeros where there are none.
+
+        Returns what is to be reduced, and this rank's own part of it if that was not copied.
+        """
+        if slot is not self._slot:
+            self._look_at(slot)
+        if slot.filled_with is not self:
+            if self._gap_views:
+                torch._foreach_zero_(self._gap_views)  # padding is summed, and norms are taken of it
+            slot.filled_with = self
+        sources = [member.contribution for member, _ in self._whole] + [part.contribution() for part, _ in self._cut]
+        views = self._views
+        if any(source is None for source in sources):
+            torch._foreach_zero_([view for view, source in zip(views, sources, strict=True) if source is None])
+            views = [view for view, source in zip(views, sources, strict=True) if source is not None]
+        if given := [source for source in sources if source is not None]:
+            torch._foreach_copy_(views, given)
+        if self._own is None:
+            return self._flat, None
+        own = self._own.contribution()
+        if own is None:
+            return self._flat, self._flat.new_zeros(self._own.stop - self._own.start)
+        return self._flat, own.to(self._wire)
+
+    def _look_at(self, slot: Slot) -> None:
+        """Make views of another slot."""
+        self._slot, flat = slot, slot.memory[: self._nbytes].view(self._wire)
+        self._flat = flat
+        shaped = [member.entry.shaped(flat[at : at + member.entry.numel]) for member, at in self._whole]
+        self._views = shaped + [flat[at : at + part.stop - part.start] for part, at in self._cut]
+        self._gap_views = [flat[start:stop] for start, stop in self._gaps]
 
 
 class Ring:
@@ -34,23 +125,23 @@ class Ring:
         self.count = count
         self.slot_bytes = nbytes
         self._device = device
-        self._slots: list[Tensor] = []
+        self._slots: list[Slot] = []
         self._lent: list[Handle | None] = [None] * count
         self._next = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of all allocated slots."""
-        return sum(slot.numel() for slot in self._slots)
+        return sum(slot.memory.numel() for slot in self._slots)
 
-    def take(self, numel: int, dtype: torch.dtype, wait_for: Callable[[Handle], None]) -> Tensor:
+    def take(self, wait_for: Callable[[Handle], None]) -> Slot:
         """The next slot, once the reduction that used it last has read it."""
         if not self._slots:
-            self._slots = [self._allocate() for _ in range(self.count)]
+            self._slots = [Slot(self._allocate()) for _ in range(self.count)]
         reader = self._lent[self._next]
         if reader is not None:
             wait_for(reader)
-        return self._slots[self._next][: numel * dtype.itemsize].view(dtype)
+        return self._slots[self._next]
 
     def lend(self, handle: Handle) -> None:
         """Lend the slot last taken to `handle` until it is released."""
@@ -62,6 +153,10 @@ class Ring:
         for slot, reader in enumerate(self._lent):
             if reader is handle:
                 self._lent[slot] = None
+
+    def rewind(self) -> None:
+        """Nothing is in flight: begin with the first slot again, so that a bucket finds its views of it."""
+        self._next = 0
 
     def _allocate(self) -> Tensor:
         if self._comm.shares_memory and self._device.type == "cpu":
@@ -99,11 +194,11 @@ class Reductions:
         if nbytes > self.ring.slot_bytes or count > self.ring.count:
             self.ring = Ring(self._comm, count, nbytes, self._device)
 
-    def slot(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def slot(self) -> Slot:
         """A slot to fill and then lend to its reduction."""
         while len(self._under_way) >= MAX_ON_THE_WAY:
             self._finish_oldest()
-        return self.ring.take(numel, dtype, self._release)
+        return self.ring.take(self._release)
 
     def add(self, bucket: Bucket, handle: Handle, target: Tensor, addend: Tensor | None, last: bool) -> None:
         """Add a reduction that was started; `last` marks the last one of its bucket."""
@@ -114,6 +209,7 @@ class Reductions:
         """Complete every reduction in flight."""
         while self._under_way:
             self._finish_oldest()
+        self.ring.rewind()
 
     def _release(self, handle: Handle) -> None:
         """Wait until the slot of this reduction is free."""

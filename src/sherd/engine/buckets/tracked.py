@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from sherd.layout.entry import Entry, dtype_name, memory_order
@@ -23,16 +22,6 @@ class Mode(enum.Enum):
     TRAINED = "trained"
 
 
-class Look(NamedTuple):
-    """What can be seen of a parameter without reading its values."""
-
-    version: int
-    place: object
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    shape: torch.Size
-
-
 class TrackedParameter:
     """One parameter: what it is, where it is stored, and the state of its gradient."""
 
@@ -45,8 +34,6 @@ class TrackedParameter:
     """Its memory in the store as this rank sees it: its `parameter.data`."""
     original: Tensor
     """Its memory in the store where updates are made."""
-    seen: Look
-    """Its look after the last legitimate change."""
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name = name
@@ -60,13 +47,18 @@ class TrackedParameter:
         self.arrived = False
         """Whether it did so in the current round."""
         self.contribution: Tensor | None = None
-        """This rank's flat gradient until its bucket is launched, if it is not added up in `local`."""
+        """The gradient that autograd computed in this round, as it is, until its bucket is launched or it is added to
+        what came before."""
+        self.held: Tensor | None = None
+        """The sum of what came before, times its factors, if it is not added up in `local`."""
         self.late: Tensor | None = None
         """The gradient that arrived after its bucket was launched."""
         self.local: Tensor | None = None
         """Its view of this rank's whole gradient, where the exchange keeps one."""
         self.filled = False
         """Whether `local` has a contribution."""
+        self.warned = False
+        """Whether the user was told that its gradient is sparse."""
 
     def __repr__(self) -> str:
         return f"{self.name!r} ({self.mode.value})"
@@ -100,4 +92,4 @@ class TrackedParameter:
     def forget(self) -> None:
         """Drop the gradient."""
         self.used = self.used_here = self.filled = False
-        self.contribution = self.late = None
+        self.contribution = self.held = self.late = None

@@ -12,7 +12,7 @@ import math
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from sherd.errors import Diverged
 Settings = list[dict[str, Any]]
 """An optimizer's hyper-parameters, group by group."""
 
-_TRAINABLE = float(1 << 24)
+_TRAINABLE = 1 << 24
 """One number counts the ranks that used an entry, plus this for each rank on which it requires a gradient."""
 
 
@@ -46,10 +46,10 @@ class Report:
     """whether a parameter was edited since the last step"""
     late: Sequence[bool]
     """by bucket: whether a gradient arrived after it was launched"""
-    used: Sequence[bool]
-    """by entry"""
-    trainable: Sequence[bool]
-    """by entry"""
+    used: bytearray
+    """by entry: 1 or 0"""
+    trainable: bytearray
+    """by entry: 1 or 0"""
 
 
 @dataclass(frozen=True)
@@ -64,21 +64,22 @@ class Agreement:
     uniform: bool
     """whether every rank used every entry that requires a gradient"""
     late: list[bool]
-    used: list[bool]
+    used: list[bool] | None
+    """by entry; None if all were used"""
 
 
 def report(buckets: BucketList, gradients: Sequence[Gradient], edited: bool, late: Iterable[Bucket]) -> Report:
     """This rank's report on its gradients."""
     late = set(late)
     with bypass_torch_function():
-        trainable = [member.parameter.requires_grad for member in buckets.parameters]
+        trainable = bytearray([member.parameter.requires_grad for member in buckets.parameters])
     return Report(
         gradients=gradients,
         settings=hash_of([settings_of(each.optimizer) for each in gradients if each.optimizer is not None]),
         finite=_finite(buckets.table.norms),
         edited=edited,
         late=[bucket in late for bucket in buckets.buckets],
-        used=[member.used_here for member in buckets.parameters],
+        used=bytearray([member.used_here for member in buckets.parameters]),
         trainable=trainable,
     )
 
@@ -87,7 +88,7 @@ def apply(agreed: Agreement, buckets: BucketList, gradients: Sequence[Gradient],
     """Apply what the ranks agreed on."""
     for gradient, (weight, weighing) in zip(gradients, agreed.weights, strict=True):
         gradient.weights.agreed(weight, weighing, world)
-    for member, used in zip(buckets.parameters, agreed.used, strict=True):
+    for member, used in zip(buckets.parameters, agreed.used or repeat(True), strict=False):
         member.used |= used
         member.used_here = False  # or the parameter would count as used again after zero_grad()
 
@@ -113,24 +114,38 @@ def hash_of(settings: Sequence[Settings]) -> int:
 
 def agree(comm: Communicator, report: Report, buckets: BucketList) -> Agreement:
     """Sum the ranks' reports; raise if the ranks are out of sync. Collective."""
-    known = [float(not report.finite), float(report.edited)]
-    weights = [number for each in report.gradients for number in (each.weights.local, float(each.weights.weighed or 0))]
+    world, entries = comm.world, len(report.used)
     counts = [number for each in report.gradients for number in (each.steps, each.backwards)]
-    common = [float(number) for number in (report.settings, *counts)]
-    entries = [_TRAINABLE * can + has for can, has in zip(report.trainable, report.used, strict=True)]
-    parts = [known, weights, common, [number * number for number in common], list(map(float, report.late)), entries]
+    weights = [number for each in report.gradients for number in (each.weights.local, each.weights.weighed or 0)]
+    common = (report.settings, *counts)
+    squared = [number * number for number in common]
+    parts: list[Sequence[float]] = [(not report.finite, report.edited), weights, common, squared, report.late]
+    numbers = torch.tensor([*chain.from_iterable(parts)], dtype=torch.float64)
+    mine = torch.zeros(len(numbers) + entries, dtype=torch.float64)
+    mine[: len(numbers)] = numbers
+    if entries:
+        used, trainable = (torch.frombuffer(flags, dtype=torch.uint8) for flags in (report.used, report.trainable))
+        mine[len(numbers) :].copy_(trainable).mul_(_TRAINABLE).add_(used)
     with comm.counters.agreeing():
-        total = comm.all_reduce(torch.tensor(list(chain.from_iterable(parts)), dtype=torch.float64)).wait()
-        found: list[list[float]] = [part.tolist() for part in torch.split(total, [len(part) for part in parts])]
-        (bad, edited), weights, sums, squares, late, entries = found
-        same = [_same(one, other, comm.world) for one, other in zip(sums, squares, strict=True)]
+        total = comm.all_reduce(mine).wait()
+        found = [part.tolist() for part in torch.split(total[: len(numbers)], [len(part) for part in parts])]
+        (bad, edited), weights, sums, squares, late = found
+        same = [_same(one, other, world) for one, other in zip(sums, squares, strict=True)]
         if not all(same[1:]):
             raise _apart(comm, report.gradients)
-        _compare_trainable(comm, report, entries, buckets)
-    used = [count % _TRAINABLE > 0 for count in entries]
-    uniform = all(count % _TRAINABLE == count // _TRAINABLE for count in entries)
-    weighed = list(zip(weights[::2], weights[1::2], strict=True))
-    return Agreement(bad == 0, weighed, edited > 0, same[0], uniform, [count > 0 for count in late], used)
+        users = total[len(numbers) :]
+        uniform = bool((users == world * (_TRAINABLE + 1)).all())  # in nearly every step
+        every: list[float] = [] if uniform else users.tolist()
+        _compare_trainable(comm, report, every, buckets)
+    return Agreement(
+        finite=bad == 0,
+        weights=list(zip(weights[::2], weights[1::2], strict=True)),
+        edited=edited > 0,
+        same_settings=same[0],
+        uniform=uniform or all(count % _TRAINABLE == count // _TRAINABLE for count in every),
+        late=[count > 0 for count in late],
+        used=None if uniform else [count % _TRAINABLE > 0 for count in every],
+    )
 
 
 def agree_on_edits(comm: Communicator, buckets: BucketList, seen: int, assigned: Sequence[str], step: int) -> bool:
@@ -194,7 +209,7 @@ def _apart(comm: Communicator, gradients: Sequence[Gradient]) -> Diverged:
 def _compare_trainable(comm: Communicator, report: Report, counts: Sequence[float], buckets: BucketList) -> None:
     for entry, count in enumerate(counts):
         if count // _TRAINABLE not in (0, comm.world):
-            can = comm.all_gather_object(report.trainable[entry])
+            can = comm.all_gather_object(bool(report.trainable[entry]))
             yes, no = can.index(True), can.index(False)
             member = buckets.parameters[entry]
             step = next(each.label for each in report.gradients if each.optimizer is member.bucket.optimizer)

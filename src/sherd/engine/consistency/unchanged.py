@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -18,21 +19,32 @@ from torch import Tensor, nn
 from sherd.comm import Communicator, labelled
 from sherd.engine.buckets.checksum import checksum
 from sherd.engine.buckets.inventory import Inventory
-from sherd.engine.buckets.tracked import Look, TrackedParameter
+from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.parameters.isolation import bypass_torch_function
 from sherd.engine.parameters.store import ParameterStore
 from sherd.errors import Diverged, SherdError
 
+Kind = tuple[tuple[int, ...], torch.dtype, torch.Size]
+"""The strides, dtype and shape of a parameter."""
+
 
 class Unchanged:
-    """Records the look of parameters after the last legitimate change."""
+    """Records the look of parameters after the last legitimate change: versions, places and kinds.
+
+    Each is one list that is compared as a whole: in nearly every step nothing was changed.
+    """
 
     def __init__(self, comm: Communicator, inventory: Inventory, store: ParameterStore, checksums: bool) -> None:
         self._comm = comm
         self._store = store
         self._members = inventory.members
+        self._parameters = inventory.parameters
         self._inventory = inventory
-        self._registries = _registries(inventory.model)
+        self._index = {member: index for index, member in enumerate(self._members)}
+        self._versions: list[int] = []
+        self._places: list[object] = []
+        self._kinds: list[Kind] = []
+        self._note_registries()
         self.compares = store.compares_edits or checksums
         """Whether edits must be the same on all ranks before the next update."""
         self.looks_in_backward = not store.compares_edits
@@ -48,8 +60,15 @@ class Unchanged:
     def accept(self, members: Iterable[TrackedParameter] | None = None) -> None:
         """Accept these parameters, or all, as they are now."""
         members = self._members if members is None else list(members)
-        for member, look in zip(members, self._look(members), strict=True):
-            member.seen = look
+        versions, places = self._look()
+        if members is self._members:
+            if places != self._places:  # a kind changes with the place, if an update changes it at all
+                self._kinds = self._look_at_kinds()
+            self._versions, self._places = versions, places
+        else:
+            kinds = self._look_at_kinds()
+            for at in (self._index[member] for member in members):
+                self._versions[at], self._places[at], self._kinds[at] = versions[at], places[at], kinds[at]
         self._sums.update(self._sum(members))
 
     def written(self, members: Iterable[TrackedParameter]) -> None:
@@ -60,23 +79,30 @@ class Unchanged:
 
     def touched(self) -> bool:
         """Whether a parameter was changed since, judging by torch's versions and addresses."""
-        return any(member.seen != look for member, look in zip(self._members, self._look(self._members), strict=True))
+        return self._look() != (self._versions, self._places)
 
-    def check_kinds(self) -> set[TrackedParameter]:
+    def check_kinds(self, closely: bool = True) -> set[TrackedParameter]:
         """Raise if the dtype or shape of a parameter has changed. Local, and reads no values.
 
-        Returns those that look different in another way.
+        Returns those that look different in another way. If it need not look `closely`, it looks at strides, dtypes
+        and shapes only if something was written or moved: `p.data = p.data.t()` is found by the next check.
         """
+        found: list[Sequence[Any]] = [*self._look()]
+        if not closely and found == [self._versions, self._places]:
+            return set()
+        found, before = [*found, self._look_at_kinds()], [self._versions, self._places, self._kinds]
+        if found == before:
+            return set()
         different = set()
-        for member, look in zip(self._members, self._look(self._members), strict=True):
-            if look != member.seen and member not in self.lent:
-                self._check_kind(member, look)
+        for member, old, new in zip(self._members, zip(*before, strict=True), zip(*found, strict=True), strict=True):
+            if old != new and member not in self.lent:
+                self._check_kind(member, old[2], new[2], moved=old[1] != new[1])
                 different.add(member)
         return different
 
     def check(self) -> None:
         """Find what was edited; raise if a parameter was replaced, or its dtype or shape has changed. Local."""
-        if any([*map(id, registry.values())] != ids for registry, ids in self._registries):
+        if self._registered() != self._ids:
             self._check_model()
         suspects = self.check_kinds()
         if self._checksums:
@@ -172,28 +198,28 @@ class Unchanged:
 
     # ---------------------------------------------------------------- private
 
-    def _look(self, members: Iterable[TrackedParameter]) -> list[Look]:
-        place = self._store.place
+    def _look(self) -> tuple[list[int], list[object]]:
+        """The versions and places of the parameters."""
         with bypass_torch_function():
-            return [
-                Look(p._version, place(member), p.stride(), p.dtype, p.shape)
-                for member in members
-                for p in (member.parameter,)
-            ]
+            return [parameter._version for parameter in self._parameters], self._store.places(self._members)
+
+    def _look_at_kinds(self) -> list[Kind]:
+        with bypass_torch_function():
+            return [(parameter.stride(), parameter.dtype, parameter.shape) for parameter in self._parameters]
 
     def _sum(self, members: Iterable[TrackedParameter]) -> dict[TrackedParameter, int]:
         return {member: checksum(member.parameter) for member in members} if self._checksums else {}
 
-    def _check_kind(self, member: TrackedParameter, look: Look) -> None:
-        before, parameter = member.seen, cast("Any", member.parameter)
-        if (look.dtype, look.shape) != (before.dtype, before.shape):
+    def _check_kind(self, member: TrackedParameter, before: Kind, now: Kind, moved: bool) -> None:
+        parameter = cast("Any", member.parameter)
+        if now[1:] != before[1:]:
             self._refuse(
                 member.name,
-                f"is now {look.dtype} of shape {tuple(look.shape)}, but was distributed as {before.dtype} of shape "
-                f"{tuple(before.shape)}",
+                f"is now {now[1]} of shape {tuple(now[2])}, but was distributed as {before[1]} of shape "
+                f"{tuple(before[2])}",
                 "call model.to(...), or whatever resized it, before sherd.distribute",
             )
-        if look.place != before.place and self._store.owns_memory and parameter.is_shared():
+        if moved and self._store.owns_memory and parameter.is_shared():
             self._refuse(
                 member.name,
                 "was moved into shared memory by share_memory(), where updates would not reach it",
@@ -221,13 +247,16 @@ class Unchanged:
                     "was removed from the model after sherd.distribute",
                     "change the model before sherd.distribute",
                 )
-        self._registries = _registries(self._inventory.model)
+        self._note_registries()
+
+    def _note_registries(self) -> None:
+        """Every dict of the model in which parameters or modules are registered, and the identities of their values."""
+        modules = self._inventory.model.modules()
+        self._registries = [registry for module in modules for registry in (module._parameters, module._modules)]
+        self._ids = self._registered()
+
+    def _registered(self) -> list[int]:
+        return [*map(id, chain.from_iterable(registry.values() for registry in self._registries))]
 
     def _refuse(self, name: str, what: str, fix: str) -> None:
         raise SherdError(f"rank {self._comm.rank}: parameter {name!r} {what}; {fix}")
-
-
-def _registries(model: nn.Module) -> list[tuple[dict[str, Any], list[int]]]:
-    """Every dict of the model in which parameters or modules are registered, with the identities of its values."""
-    registries = (registry for module in model.modules() for registry in (module._parameters, module._modules))
-    return [(registry, [*map(id, registry.values())]) for registry in registries]

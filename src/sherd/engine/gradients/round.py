@@ -15,8 +15,8 @@ from __future__ import annotations
 import enum
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -88,39 +88,48 @@ class Round:
     def collect(self, buckets: BucketList, factor: float, op: str | None, label: str) -> None:
         """The first gradient has arrived; without `op` nothing is launched before the end of the round."""
         self.move(State.COLLECTING)
-        self._start(buckets, label)
+        self._start(buckets, factor, label)
         self._factor, self._op = factor, op
 
-    def _start(self, buckets: BucketList, label: str) -> None:
+    def _start(self, buckets: BucketList, factor: float, label: str) -> None:
         self._order = buckets.launch_order
         self.label = label
         self.completed = []
         self._launched = self._launched_complete = 0
         for bucket in self._order:
-            bucket.open()
+            bucket.open(factor)
 
     def arrive(self, member: TrackedParameter, gradient: Tensor) -> None:
         """Take a gradient."""
+        bucket = member.bucket
+        if bucket.launched:
+            self._arrive_late(member, gradient)
+        elif bucket.arrive(member, gradient):
+            self.complete(bucket)
+
+    def _arrive_late(self, member: TrackedParameter, gradient: Tensor) -> None:
         if self._factor == 0.0:
             gradient = torch.zeros_like(gradient)  # zero times NaN is NaN, and the loss of no tokens may well be NaN
-        bucket = member.bucket
-        member.used_here = True
-        if bucket.launched:
-            late = member.late
-            member.late = gradient * self._factor if late is None else late.add_(gradient, alpha=self._factor)
-        elif bucket.arrive(member, gradient, self._factor):
-            self.completed.append(bucket)
-            if self._op is not None:
-                self._launch_in_turn(self._op)
-                # A bucket that stays incomplete must not keep all others in memory: its missing gradients become late.
-                while len(self.completed) - self._launched_complete > MAX_WAITING:
-                    self._launch_next(self._op)
-                    self._launch_in_turn(self._op)
+        late, member.used_here = member.late, True
+        member.late = gradient * self._factor if late is None else late.add_(gradient, alpha=self._factor)
+
+    def complete(self, bucket: Bucket) -> None:
+        """Every member of a bucket has arrived: launch it, if it is its turn."""
+        self.completed.append(bucket)
+        if self._op is None:
+            if bucket.whole_is_local:
+                bucket.add_up()  # or two whole gradients would be in memory
+            return
+        self._launch_in_turn(self._op)
+        # A bucket that stays incomplete must not keep all others in memory: its missing gradients become late.
+        while len(self.completed) - self._launched_complete > MAX_WAITING:
+            self._launch_next(self._op)
+            self._launch_in_turn(self._op)
 
     def flush(self, buckets: BucketList, op: str) -> None:
         """Launch the buckets that were not complete."""
         if self.state is State.IDLE:
-            self._start(buckets, self.label)
+            self._start(buckets, 1.0, self.label)
         self.move(State.FLUSHING)
         while self._launched < len(self._order):
             self._launch_next(op)
@@ -134,15 +143,20 @@ class Round:
         """Launch these buckets again, for which some rank has late gradients."""
         for bucket in self._order:
             if bucket in late:
+                bucket.open()
                 for member in bucket.members:
                     if member.late is not None:
-                        bucket.take(member, member.late, 1.0)
+                        bucket.arrive(member, member.late)
                         member.late = None
+                bucket.launched = True
                 self._launch(bucket, op)
         self._reductions.settle()
 
     def close(self) -> None:
-        """The backward has ended."""
+        """The backward has ended. What was not launched is kept, times the factor of this round."""
+        if self.state is State.COLLECTING:
+            for bucket in self._order:
+                bucket.add_up()
         if self.state not in (State.IDLE, State.FAILED):
             self.move(State.IDLE)
 
@@ -186,34 +200,49 @@ def refuse_other_hooks(parameters: Iterable[TrackedParameter], rank: int) -> Non
             )
 
 
-def hook(member: TrackedParameter, rank: int, arrive: Callable[[TrackedParameter, Tensor], None]) -> RemovableHandle:
-    """Call `arrive` with each gradient that autograd computes for a parameter, taken out of `p.grad`.
+class Receiver(Protocol):
+    """Who gradients are for."""
 
-    `arrive` is a method, kept by a weak reference: the garbage collector does not see cycles through torch's hooks.
+    round: Round
+
+    def arrive(self, member: TrackedParameter, gradient: Tensor) -> None:
+        """Take a gradient that is the first of a round, late, or not as its parameter."""
+
+
+def hook(member: TrackedParameter, rank: int, receiver: Receiver) -> RemovableHandle:
+    """Pass on each gradient that autograd computes for a parameter, taken out of `p.grad`.
+
+    It runs for every parameter in every backward, so the usual case is here: a contribution to a bucket that was not
+    launched yet. References are weak: the garbage collector does not see cycles through torch's hooks.
     """
-    method: Any = weakref.WeakMethod(arrive)
-    tracked = weakref.ref(member)
-    warned = False
+    receivers, members = weakref.ref(receiver), weakref.ref(member)
+    dtype, shape, strided, collecting = member.bucket.dtype, member.entry.shape, torch.strided, State.COLLECTING
 
     def take(parameter: Tensor) -> None:
-        nonlocal warned
-        gradient, arrived, known = parameter.grad, method(), tracked()
-        if gradient is None or arrived is None or known is None:
+        gradient, known, receiver = parameter.grad, members(), receivers()
+        if gradient is None or known is None or receiver is None:
             return
         parameter.grad = None
-        if gradient.requires_grad:
-            raise SherdError(
-                f"rank {rank}: backward(create_graph=True) on a distributed model would lose the graph of its "
-                f"gradients; take the inner gradient with torch.autograd.grad(..., create_graph=True)"
-            )
-        if gradient.layout is not torch.strided:
-            if not warned:
-                warned = True
-                log.warning(
-                    "the gradient of %r is sparse; it is reduced as a dense one, which takes more memory", known.name
-                )
-            gradient = gradient.to_dense()
-        arrived(known, gradient)
+        round, bucket = receiver.round, known.bucket
+        if gradient.requires_grad or gradient.layout is not strided:
+            receiver.arrive(known, _plain(gradient, known, rank))
+        elif round.state is not collecting or bucket.launched or gradient.dtype is not dtype or gradient.shape != shape:
+            receiver.arrive(known, gradient)
+        elif bucket.arrive(known, gradient):
+            round.complete(bucket)
 
     handle: RemovableHandle = member.parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
     return handle
+
+
+def _plain(gradient: Tensor, member: TrackedParameter, rank: int) -> Tensor:
+    """A dense gradient of what is sparse. Refuses one with a graph."""
+    if gradient.requires_grad:
+        raise SherdError(
+            f"rank {rank}: backward(create_graph=True) on a distributed model would lose the graph of its "
+            f"gradients; take the inner gradient with torch.autograd.grad(..., create_graph=True)"
+        )
+    if not member.warned:
+        member.warned = True
+        log.warning("the gradient of %r is sparse; it is reduced as a dense one, which takes more memory", member.name)
+    return gradient.to_dense()

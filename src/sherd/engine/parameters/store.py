@@ -81,9 +81,9 @@ class ParameterStore(ABC):
         """An update failed."""
         self.state = Holding.HELD
 
-    def place(self, member: TrackedParameter) -> object:
-        """A value that changes when a parameter is moved."""
-        return member.parameter.data_ptr()
+    def places(self, members: Members) -> list[object]:
+        """A value for each parameter that changes when it is moved."""
+        return [member.parameter.data_ptr() for member in members]
 
     def bytes(self) -> int:
         """Bytes that this rank allocated for parameters; a shared store counts once, on the first rank of a host."""

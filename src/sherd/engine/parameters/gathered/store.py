@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sherd.comm import Communicator, Handle, labelled
 from sherd.engine.buckets.bucket import Bucket, Values
@@ -85,10 +85,13 @@ class GatheredStore(ParameterStore):
         except (NotImplementedError, RuntimeError):  # no address: sparse, or wrapped by a transform
             return None
 
-    def place(self, member: TrackedParameter) -> object:
+    def places(self, members: Members) -> list[object]:
         with bypass_torch_function():
-            bucket = self.bucket_of(member.parameter)
-            return member.parameter.data_ptr() if bucket is None else (bucket, member.parameter.storage_offset())
+            return [self._place(member.parameter) for member in members]
+
+    def _place(self, parameter: nn.Parameter) -> object:
+        bucket = self.bucket_of(parameter)
+        return parameter.data_ptr() if bucket is None else (bucket, parameter.storage_offset())
 
     def _make_pages(self, bucket: Bucket) -> Pages:
         return make_pages(bucket.described.numel, bucket.dtype, self._device)
