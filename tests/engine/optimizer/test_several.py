@@ -8,14 +8,10 @@ import random
 
 import pytest
 import torch
-from torch import nn
 
 import sherd
-from sherd.api.training import training_of
-from sherd.errors import ConfigError, Diverged
 from tests.engine.optimizer.owners import assert_same
 from tests.helpers.training import (
-    SHARDED,
     STRATEGIES,
     WORLD,
     K,
@@ -23,7 +19,6 @@ from tests.helpers.training import (
     batch,
     close,
     connected,
-    double,
     loss_of,
     network,
     same,

@@ -85,8 +85,12 @@ def report(buckets: BucketList, gradients: Sequence[Gradient], edited: bool, lat
 
 def apply(agreed: Agreement, buckets: BucketList, gradients: Sequence[Gradient], world: int) -> None:
     """Apply what the ranks agreed on."""
+    reached = {m.bucket.optimizer for m, used in zip(buckets.parameters, agreed.used, strict=True) if used}
     for gradient, (weight, weighing) in zip(gradients, agreed.weights, strict=True):
-        gradient.weights.agreed(weight, weighing, world)
+        if gradient.optimizer in reached:
+            gradient.weights.agreed(weight, weighing, world)
+        else:
+            gradient.weights.withdraw()
     for member, used in zip(buckets.parameters, agreed.used, strict=True):
         member.used |= used
         member.used_here = False  # or the parameter would count as used again after zero_grad()
