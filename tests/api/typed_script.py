@@ -29,6 +29,8 @@ def distributed(net: Net, adamw: AdamW, sgd: SGD, loader: DataLoader[tuple[Tenso
     assert_type((model, other, optimizer), tuple[Net, nn.Linear, AdamW])
     assert_type((train, test), tuple[DataLoader[tuple[Tensor, Tensor]], DataLoader[tuple[Tensor, Tensor]]])
     sherd.distribute(net, net, net, sgd, loader, loader, global_batch=6)
+    assert_type(sherd.distribute(net, adamw, sgd), tuple[Net, AdamW, SGD])
+    assert_type(sherd.distribute(net, sgd, adamw, loader)[1:3], tuple[SGD, AdamW])
 
 
 def options(net: Net, optimizer: Optimizer) -> None:

@@ -626,6 +626,33 @@ def test_every_optimizer_has_steps_of_its_own(ranks, tmp_path):
     assert [row.root for row in rows] == [None] * 4, "of two optimizers nobody knows whose it is"
 
 
+def two_of_one_model():
+    model = double()
+    with comm.connect() as c:
+        one, other = (torch.optim.SGD(model[layer].parameters(), lr=0.1 * (1 + layer)) for layer in (0, 2))
+        model, one, other = sherd.distribute(model, one, other, comm=c, clip_norm=1e-3)
+        for number in range(4):
+            loss_of(model, batch(c.rank, number, dtype=torch.float64)).backward()
+            squares = [float(model[layer].weight.grad.norm()) ** 2 for layer in (0, 2)]
+            squares = [a + float(model[layer].bias.grad.norm()) ** 2 for a, layer in zip(squares, (0, 2), strict=True)]
+            one.step()
+            one.zero_grad()
+            if number % 2:
+                other.step()
+            other.zero_grad()
+        return [math.sqrt(each) for each in squares]
+
+
+def test_optimizers_of_one_model_have_steps_and_norms_of_their_own(ranks, tmp_path):
+    expected, _ = run(ranks(2), tmp_path, two_of_one_model)
+    by_rank = recorded(tmp_path)
+    for number, steps in ((0, 4), (1, 2)):
+        own = [[event for event in events if event.fields.get("optimizer", 0) == number] for events in by_rank]
+        assert [[event.step for event in events] for events in own] == [list(range(steps))] * 2
+        assert {tuple(event.fields["lr"]) for events in own for event in events} == {(0.1 * (1 + 2 * number),)}
+        assert norms(own)[-1] == pytest.approx(expected[number], rel=1e-9)  # before clipping
+
+
 SCRIPT = """
 import sys, torch, sherd
 sherd.log(early=1)

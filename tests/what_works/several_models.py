@@ -103,6 +103,63 @@ def one_optimizer(run):
     return together(encoder=weights(encoder), decoder=weights(decoder))
 
 
+@case(
+    "Several models",
+    "Two optimizers over one model",
+    "`model, sgd, adamw = sherd.distribute(model, sgd, adamw)`; each steps its own parameters",
+)
+def two_optimizers_one_model(run):
+    model = double()
+    last, first = sgd(model[2]), adamw(model[0])
+    model, last, first = run.distribute(model, last, first, clip_norm=0.5)
+    for x, y in run.batches(6):
+        loss_of(model, (x, y)).backward()
+        if run.plain:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for optimizer in (last, first):
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+@case(
+    "Several models",
+    "Two optimizers over one model, one of which steps every second time",
+    "what it did not step from is added up for it",
+)
+def one_every_second_time(run):
+    model = double()
+    model, last, first = run.distribute(model, sgd(model[2]), adamw(model[0]))
+    for step, data in enumerate(run.batches(6)):
+        loss_of(model, data).backward()
+        last.step()
+        last.zero_grad()
+        if step % 2:
+            first.step()
+            first.zero_grad()
+    return weights(model)
+
+
+@case(
+    "Several models",
+    "A GAN in one call",
+    "`sherd.distribute(generator, discriminator, of_generator, of_discriminator)`",
+)
+def gan_in_one_call(run):
+    generator, discriminator = double(), _critic()
+    both = generator, discriminator, adamw(generator), sgd(discriminator)
+    generator, discriminator, of_generator, of_discriminator = run.distribute(*both)
+    for x, real in run.batches(4):
+        of_discriminator.zero_grad()
+        fake = discriminator(generator(x).detach())
+        (softplus(-discriminator(real)).mean() + softplus(fake).mean()).backward()
+        of_discriminator.step()
+        of_generator.zero_grad()
+        softplus(-discriminator(generator(x))).mean().backward()
+        of_generator.step()
+    return together(generator=weights(generator), discriminator=weights(discriminator))
+
+
 @case("Several models", "One optimizer over three models, used in turn", "a model that was not used is left alone")
 def three_models(run):
     models = [network(seed, torch.float64) for seed in range(3)]

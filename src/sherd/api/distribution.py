@@ -68,9 +68,10 @@ def distribute(
 
         model, optimizer, loader = sherd.distribute(model, optimizer, loader)
 
-    Takes the model, its optimizer and its loaders, by position; only the model is required. Pass several models in one
+    Takes the model, its optimizers and its loaders, by position; only the model is required. Pass several models in one
     call if one optimizer trains them all: `sherd.distribute(encoder, decoder, optimizer)`. Models with their own
-    optimizers, as in a GAN, take a call each.
+    optimizers, as in a GAN, take a call each. Pass all the optimizers of a model in one call:
+    `sherd.distribute(model, muon, adamw, loader)`; each steps its own parameters from the same backward.
 
     Collective: all ranks call it with the same models, and take rank 0's weights. Under torchrun or `sherd run` it
     initialises torch.distributed if needed; without a launcher it is a world of one. After `sherd.seed` it seeds each
@@ -87,8 +88,9 @@ def distribute(
         existing communicator. Default: the fastest transport that works for these ranks.
 
     What a step is:
-    accumulate: every K-th `step()` is a real one; in between, `step()`, `zero_grad()` and a scheduler's `step()` do
-        nothing. The gradient is the mean over ranks and backwards (with `loss_reduction="sum"`, the sum). Default: 1.
+    accumulate: every K-th `step()` of an optimizer is a real one; in between, `step()`, `zero_grad()` and a scheduler's
+        `step()` do nothing. The gradient is the mean over ranks and backwards (with `loss_reduction="sum"`, the sum).
+        Default: 1.
     accumulate_at: where gradients accumulate: on the "rank" that computed them (one exchange per step, and memory for a
         local gradient) or at the "owner" of each slice (one exchange per backward, without that memory). Strategies
         with the same value give the same bits. Default: "rank" for ddp and zero1, "owner" for zero2 and zero3.

@@ -86,8 +86,14 @@ def report(buckets: BucketList, gradients: Sequence[Gradient], edited: bool, lat
 
 def apply(agreed: Agreement, buckets: BucketList, gradients: Sequence[Gradient], world: int) -> None:
     """Apply what the ranks agreed on."""
+    reached = None  # the optimizers of which something was used; None: of all
+    if agreed.used is not None and len(gradients) > 1:
+        reached = {m.bucket.optimizer for m, used in zip(buckets.parameters, agreed.used, strict=True) if used}
     for gradient, (weight, weighing) in zip(gradients, agreed.weights, strict=True):
-        gradient.weights.agreed(weight, weighing, world)
+        if reached is None or gradient.optimizer in reached:
+            gradient.weights.agreed(weight, weighing, world)
+        else:
+            gradient.weights.withdraw()
     for member, used in zip(buckets.parameters, agreed.used or repeat(True), strict=False):
         member.used |= used
         member.used_here = False  # or the parameter would count as used again after zero_grad()

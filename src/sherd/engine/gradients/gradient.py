@@ -88,6 +88,7 @@ class LossWeights:
         """The sum of the weights of this rank's contributions."""
         self.divided = False
         self._entered: float | None = None
+        self._counted = False  # whether the ranks have agreed on a contribution
 
     @property
     def pending(self) -> float | None:
@@ -137,6 +138,14 @@ class LossWeights:
         self._check(weighing, world)
         self.total += weight
         self.local = 0.0
+        self._counted = True
+
+    def withdraw(self) -> None:
+        """No rank had a contribution in these backwards: they were about other parameters."""
+        self.own -= self.local
+        self.local = 0.0
+        if not self._counted:
+            self.weighed = None
 
     @staticmethod
     def _check(weighing: float, world: int) -> None:

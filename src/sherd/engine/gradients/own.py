@@ -84,8 +84,12 @@ class OwnGradients(GradientPath):
         weights = gradient.weights
         self._scale([before for _, before in its if before is not None], weights.undivide())
         gradient.window.backward()
-        self._scale([parameter.grad for parameter, _ in its if parameter.grad is not None], weights.enter())
-        weights.agreed(weights.local, float(bool(weights.weighed)), 1)
+        factor, made = weights.enter(), [parameter.grad for parameter, _ in its if parameter.grad is not None]
+        self._scale(made, factor)
+        if made:
+            weights.agreed(weights.local, float(bool(weights.weighed)), 1)
+        else:
+            weights.withdraw()
 
     def abandon_round(self, error: BaseException) -> None:
         """What it made is dropped."""
