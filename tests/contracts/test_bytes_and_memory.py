@@ -11,8 +11,7 @@ from torch import nn
 import sherd
 from sherd import CommOptions, comm
 from sherd.api.training import training_of
-from sherd.engine.buckets.exchange import READ_IN_PLACE
-from sherd.engine.buckets.ring import SLOTS
+from sherd.engine.buckets.ring import READ_IN_PLACE, SLOTS
 
 ITEMSIZE = 4
 STRATEGIES = ("ddp", "zero1", "zero2")

@@ -13,9 +13,11 @@ from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.exchange import ReplicaExchange, SliceExchange, WholeExchange
 from sherd.engine.buckets.ring import Reductions
 from sherd.engine.buckets.tracked import TrackedParameter
+from sherd.engine.policy import ExchangePolicy, Home
 from sherd.errors import ConfigError
 from sherd.layout import BLOCK, Entry, ShardLayout
 from sherd.layout.entry import Dtypes
+from sherd.strategies.zero import Sharded
 from tests.helpers.training import connected
 
 SHAPES = [(7, 15), (3,), (40, 30), (), (5, 5)]
@@ -53,7 +55,10 @@ def reduced(cases):
     with connected() as c:
         for kind, dtypes, factor, op in cases:
             buckets = packed(c.world, dtypes)
-            exchange = kind(c, NUMEL, torch.device("cpu"))
+            for bucket in buckets.every:
+                bucket.comm = c
+            policy = ExchangePolicy() if kind is ReplicaExchange else Sharded(2, Home.PRIVATE, c.world)
+            exchange = kind(c, NUMEL, torch.device("cpu"), policy.reduce)
             exchange.take(buckets.buckets)
             reductions = Reductions(c, exchange, torch.device("cpu"))
             reductions.fit(buckets.buckets)

@@ -42,7 +42,7 @@ class Everything(Owners):
         self.parameters = parameters
         optimizer = build(case, parameters)
         self.members = [TrackedParameter(str(index), parameter) for index, parameter in enumerate(parameters)]
-        self.lists = [BucketList.pack(self.members, world, world, bucket_numel, optimizer)]
+        self.lists = [BucketList.pack(self.members, world, world, bucket_numel, [optimizer])]
         self.sums = {}
         for bucket in self.lists[0].every:
             whole = torch.zeros(bucket.described.numel, dtype=bucket.dtype)

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sherd.comm import Communicator
-from sherd.engine.buckets.exchange import Exchange, Rooms
-from sherd.engine.buckets.ring import Filling
+from sherd.engine.buckets.exchange import Exchange, Rooms, users_of
+from sherd.engine.buckets.ring import PieceFiller
 from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.errors import SherdError
 from sherd.layout import slicing
@@ -104,7 +104,7 @@ class Bucket:
         """Whether there is memory for its sum."""
         self._begun = False  # whether memory was chosen for the current gradient
         self._factor = 1.0
-        self._pieces: list[Filling] = []
+        self._pieces: list[PieceFiller] = []
 
     def __repr__(self) -> str:
         return f"the bucket of {self.members[0].name!r}, {len(self.members)} parameters"
@@ -138,7 +138,9 @@ class Bucket:
         """Prepare to write the sum: the first time, choose memory that the user's program does not hold."""
         if not self._begun:
             self._begun = True
-            if self._rooms.current is not self._rooms.choose():
+            room = self._rooms.current
+            free = room is self._rooms.first and (not room.storage or users_of(room.storage) <= room.ours)
+            if not free and room is not self._rooms.choose():
                 self._move_in()
 
     def separate(self) -> None:
@@ -286,13 +288,11 @@ class Bucket:
                 member.contribution, member.held = member.held, None
         if not self._pieces:  # cut at the first launch: a large world has many
             cut = self.exchange.pieces(self.described)
-            self._pieces = [Filling(piece, self._by_entry, self.exchange.rank, self.dtype, self.wire) for piece in cut]
+            self._pieces = [PieceFiller(piece, self._by_entry, self.exchange.rank, self.dtype, self.wire) for piece in cut]
         for piece in self._pieces:
             source, own = piece.fill(reductions.slot())
             target = self.sum[piece.start : piece.stop]
-            handle, addend = self.exchange.reduce(self, source, own, target, op, first)
-            reductions.ring.lend(handle)
-            reductions.add(self, handle, target, addend, last=piece is self._pieces[-1])
+            reductions.start(self, source, own, target, op, first, last=piece is self._pieces[-1])
         for member in self.members:
             member.contribution = None
         if not self._pieces:  # no member has any elements

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -26,13 +26,10 @@ from sherd.layout.placement import slice_size
 if TYPE_CHECKING:
     from sherd.engine.buckets.bucket import Bucket
 
-_C: Any = torch._C
+users_of: Callable[[int], int] = torch._C._storage_Use_Count
+"""How many tensors hold a storage."""
 MAX_HELD = 4
 """Rooms per bucket that may be used again. A program that keeps more than these probably keeps them for long."""
-READ_IN_PLACE = 3
-"""Up to so many ranks, a rank's own part of a piece is read out of its contribution, which lives until the reduction is
-done: a whole layer, for the part of one owner. On more ranks that part is copied, and the contribution is free at once.
-On 8 ranks a GPT of 98 M parameters took 60 MB less of a host's 3.8 GB, for an eighth more bytes copied into slots."""
 
 
 class Reduce(Protocol):
@@ -55,33 +52,33 @@ class Room:
         self.sum = sum
         self.slice = slice
         self.views = views
-        self._storage: int = whole.untyped_storage()._cdata
-        self._ours = self._users()
+        self.storage: int = 0 if whole.is_meta else whole.untyped_storage()._cdata
+        self.ours = self._users()
 
     def held(self) -> bool:
         """Whether the user's program holds a view of it."""
-        return self._users() > self._ours
+        return self._users() > self.ours
 
     def _users(self) -> int:
-        return 0 if self.whole.is_meta else int(_C._storage_Use_Count(self._storage))
+        return int(users_of(self.storage)) if self.storage else 0
 
 
 class Rooms:
     """The rooms of one bucket. `make` allocates another."""
 
     def __init__(self, first: Room, make: Callable[[], Room]) -> None:
-        self._first = first
+        self.first = first
         self._make = make
         self._more: list[Room] = []
         self.current = first
 
     def choose(self) -> Room:
         """A room that is not held, for the next gradient; the first if possible, since peers may read it in place."""
-        rooms = [self._first, *self._more]
+        rooms = [self.first, *self._more]
         self.current = next((room for room in rooms if not room.held()), None) or self._make()
         others = [room for room in self._more if room is not self.current and room.held()]
         self._more = others[-MAX_HELD:]
-        if self.current is not self._first:
+        if self.current is not self.first:
             self._more.append(self.current)
         return self.current
 
@@ -95,11 +92,11 @@ class Exchange(ABC):
     """How the sums of all buckets are kept and reduced."""
 
     sum_in_slot = False
-    """Whether the addend of a sum lies in the slot that it was reduced from."""
+    """Whether a slot is reduced in place, and then added to the sum."""
 
     def __init__(self, comm: Communicator, bucket_numel: int, device: torch.device, reduce: Reduce) -> None:
         self._comm = comm
-        self._reduce = reduce
+        self.reduce = reduce
         self.rank = comm.rank
         self._slot_numel = comm.world * slice_size(bucket_numel, comm.world)  # a full bucket is one piece
         self._device = device
@@ -136,19 +133,7 @@ class Exchange(ABC):
 
     def reduce_in_place(self, bucket: Bucket, op: str) -> Handle:
         """Reduce this rank's whole gradient, if the exchange keeps one, into the sum."""
-        return self._reduce(bucket, bucket.whole.to(bucket.wire), bucket.sum, op)
-
-    def reduce(
-        self, bucket: Bucket, slot: Tensor, own: Tensor | None, target: Tensor, op: str, first: bool
-    ) -> tuple[Handle, Tensor | None]:
-        """Reduce a slot into `target`, or, if that already holds a sum, into an addend, which is returned."""
-        if own is not None and self._comm.world > READ_IN_PLACE:
-            slot.view(self._comm.world, -1)[self.rank].copy_(own)
-            own = None
-        if first:
-            return self._reduce(bucket, slot, target, op, own), None
-        aside = torch.empty_like(target)
-        return self._reduce(bucket, slot, aside, op, own), aside
+        return self.reduce(bucket, bucket.whole.to(bucket.wire), bucket.sum, op)
 
     def pieces(self, described: slicing.Bucket) -> tuple[Piece, ...]:
         """The pieces in which a bucket goes through the ring."""
@@ -211,9 +196,3 @@ class ReplicaExchange(WholeExchange):
 
     def largest(self, described: slicing.Bucket) -> int:
         return largest_whole(described, self._slot_numel)
-
-    def reduce(
-        self, bucket: Bucket, slot: Tensor, own: Tensor | None, target: Tensor, op: str, first: bool
-    ) -> tuple[Handle, Tensor | None]:
-        aside = slot if slot.dtype == target.dtype else torch.empty_like(target)
-        return self._reduce(bucket, slot, aside, op), aside

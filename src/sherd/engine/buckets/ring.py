@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 SLOTS = 4
 """How far a rank may run ahead of the slowest. On two ranks that exchange as much as they compute, a backward took
 161 ms with two slots, 154 with four and no less with more."""
+READ_IN_PLACE = 3
+"""Up to so many ranks, a rank's own part of a piece is read out of its contribution, which lives until the reduction is
+done: a whole layer, for the part of one owner. On more ranks that part is copied, and the contribution is free at once.
+On 8 ranks a GPT of 98 M parameters took 60 MB less of a host's 3.8 GB, for an eighth more bytes copied into slots."""
 MAX_UNDER_WAY = 32
 MAX_ON_THE_WAY = 2 * SLOTS
 """The limit for reductions through the ring. Their slots are free again while partial sums still cross the network, in
@@ -31,7 +35,7 @@ class Slot:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self.filled_with: Filling | None = None
+        self.filled_with: PieceFiller | None = None
         """The piece that was put into it last."""
 
 
@@ -49,7 +53,7 @@ class Part(NamedTuple):
         return self.member.entry.flattened(self.member.contribution)[self.start : self.stop]
 
 
-class Filling:
+class PieceFiller:
     """A piece of a bucket as it is put into a slot, in the dtype that travels, by views that are kept between rounds.
 
     This rank's own part is not copied if it is a single run: no other rank reads it.
@@ -199,6 +203,22 @@ class Reductions:
         while len(self._under_way) >= MAX_ON_THE_WAY:
             self._finish_oldest()
         return self.ring.take(self._release)
+
+    def start(
+        self, bucket: Bucket, source: Tensor, own: Tensor | None, target: Tensor, op: str, first: bool, last: bool
+    ) -> None:
+        """Reduce a slot into `target`, or, if that already holds a sum, into what is added to it at the end."""
+        if own is not None and self._comm.world > READ_IN_PLACE:
+            source.view(self._comm.world, -1)[self._comm.rank].copy_(own)
+            own = None
+        into = target
+        if self._exchange.sum_in_slot and source.dtype == target.dtype:
+            into = source
+        elif self._exchange.sum_in_slot or not first:
+            into = torch.empty_like(target)
+        handle = self._exchange.reduce(bucket, source, into, op, own)
+        self.ring.lend(handle)
+        self.add(bucket, handle, target, None if into is target else into, last)
 
     def add(self, bucket: Bucket, handle: Handle, target: Tensor, addend: Tensor | None, last: bool) -> None:
         """Add a reduction that was started; `last` marks the last one of its bucket."""
