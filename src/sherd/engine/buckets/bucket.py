@@ -227,7 +227,7 @@ class Bucket:
         factor = self._factor
         if factor == 0.0:
             gradients = [*map(torch.zeros_like, gradients)]  # zero times NaN is NaN: the loss of no tokens may be NaN
-        if self.whole_is_local:
+        if self._whole_is_local:
             self.begin()
             self._add_up_in_place(given, gradients, factor)
         else:
@@ -255,7 +255,7 @@ class Bucket:
         return gradient if factor == 1.0 else gradient * factor
 
     @property
-    def whole_is_local(self) -> bool:
+    def _whole_is_local(self) -> bool:
         """Whether this rank has memory for the whole gradient, and no sum in it: contributions are added up there."""
         return not self.summed and self.members[0].local is not None
 
@@ -264,7 +264,7 @@ class Bucket:
     def launch(self, op: str, reductions: Reductions) -> None:
         """Start reducing the contributions; a missing one counts as zero."""
         self.begin()
-        if self.whole_is_local:
+        if self._whole_is_local:
             self._launch_in_place(op, reductions)
         else:
             self._launch_through_ring(op, reductions)

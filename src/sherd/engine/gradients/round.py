@@ -117,8 +117,7 @@ class Round:
         """Every member of a bucket has arrived: launch it, if it is its turn."""
         self.completed.append(bucket)
         if self._op is None:
-            if bucket.whole_is_local:
-                bucket.add_up()  # or two whole gradients would be in memory
+            bucket.add_up()  # at once, or a window would need memory for two gradients
             return
         self._launch_in_turn(self._op)
         # A bucket that stays incomplete must not keep all others in memory: its missing gradients become late.
