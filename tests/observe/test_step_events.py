@@ -125,7 +125,8 @@ def sgd(model):
 
 def shown_memory(model):
     """The column of `describe` that is this rank's."""
-    rows = re.findall(r"^  (\S.*?\S)\s+([\d,]+)\s+[\d,]+\s+[\d.]+$", sherd.describe(model), re.MULTILINE)
+    text, _, _ = sherd.describe(model).partition("of these, what each rank owns")
+    rows = re.findall(r"^  (\S.*?\S)\s+([\d,]+)\s+[\d,]+\s+[\d.]+$", text, re.MULTILINE)
     return {kind: int(own.replace(",", "")) for kind, own in rows}
 
 

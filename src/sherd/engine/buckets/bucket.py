@@ -288,7 +288,9 @@ class Bucket:
                 member.contribution, member.held = member.held, None
         if not self._pieces:  # cut at the first launch: a large world has many
             cut = self.exchange.pieces(self.described)
-            self._pieces = [PieceFiller(piece, self._by_entry, self.exchange.rank, self.dtype, self.wire) for piece in cut]
+            self._pieces = [
+                PieceFiller(piece, self._by_entry, self.exchange.rank, self.dtype, self.wire) for piece in cut
+            ]
         for piece in self._pieces:
             source, own = piece.fill(reductions.slot())
             target = self.sum[piece.start : piece.stop]

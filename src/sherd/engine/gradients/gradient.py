@@ -233,8 +233,12 @@ class Gradient:
 
     def add(self, buckets: Iterable[Bucket]) -> None:
         """Prepare to add more: a mean becomes a sum again; clipping is not undone."""
-        self._left = 1.0
+        self.unclip()
         _scale(buckets, self.weights.undivide())
+
+    def unclip(self) -> None:
+        """More is added, which is not clipped."""
+        self._left = 1.0
 
     def clip(self, buckets: Iterable[Bucket], factor: float) -> None:
         """Keep this fraction of it."""

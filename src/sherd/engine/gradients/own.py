@@ -43,6 +43,8 @@ class OwnGradients(GradientPath):
         """Where a backward has a weight of its own, it starts from nothing and is added at the end."""
         trained = self._trained
         trained.backwards += 1
+        for gradient in trained.gradients:
+            gradient.unclip()
         if members := trained.thawed():
             trained.train(members)
         if batch_weight.current() == 1.0 and all(_plain(gradient) for gradient in trained.gradients):
@@ -168,6 +170,10 @@ class OwnGradients(GradientPath):
         factor = max_norm / (norm + 1e-6)
         if factor < 1.0:
             self._scale(_grads(self._trained.buckets.buckets), factor)
+            for gradient, its in self._trained.parts:
+                gradient.clip((), factor)
+                for bucket in its:
+                    bucket.scaled *= factor
         return norm
 
     def follow(self, members: Iterable[TrackedParameter]) -> None:
