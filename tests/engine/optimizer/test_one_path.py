@@ -102,7 +102,7 @@ def kept():
     with connected() as c:
         for strategy in STRATEGIES:
             model, optimizer = distributed(c, strategy, optimizer=lambda m: optim.AdamW(m.parameters(), lr=0.01))
-            assert isinstance(sherd.api.training.training_of(model).updater, OptimizerShard)
+            assert isinstance(sherd.api.training.training_of(model).engine.shards[optimizer], OptimizerShard)
             train(model, optimizer, [batch(c.rank, step) for step in range(2)])
             if strategy != "ddp":
                 assert not optimizer.state
