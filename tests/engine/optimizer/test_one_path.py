@@ -118,8 +118,8 @@ def kept():
             plain.step()
             assert [float(plain.state[p]["step"]) for p in plain_model.parameters()] == [3.0] * 4
             assert [float(optimizer.state[p]["step"]) for p in model.parameters()] == [2.0] * 4
-        model, _ = distributed(c, "ddp", optimizer=lambda m: optim.Adafactor(m.parameters()))
-        assert isinstance(sherd.api.training.training_of(model).updater, UnsplitOptimizer)
+        model, optimizer = distributed(c, "ddp", optimizer=lambda m: optim.Adafactor(m.parameters()))
+        assert isinstance(sherd.api.training.training_of(model).engine.shards[optimizer], UnsplitOptimizer)
 
 
 def test_state_under_ddp_is_in_the_users_object(ranks):
