@@ -130,11 +130,11 @@ def test_every_contender_trains_the_same(name):
 
 @pytest.mark.ranks
 def test_a_contender_that_does_not_answer_is_left_out():
-    measuring = Measuring("1-rank", ["gpt-0.4m"], Effort(1, 1, 1, timeout=0.001), Console(file=io.StringIO()))
+    measuring = Measuring("1-rank", ["gpt-0.4m"], Effort(1, 1, 1, timeout=-1.0), Console(file=io.StringIO()))
     found = measuring.run()
     for result in found.results:
         for name in (PLAIN, SHERD):
-            assert "no answer of rank 0 within 0.001 s" in str(result.contenders[name].failure)
+            assert "no answer of rank 0 within -1 s" in str(result.contenders[name].failure)
     assert not measuring._groups
 
 
