@@ -157,7 +157,8 @@ def test_completion(monkeypatch):
 
 @pytest.mark.pure
 def test_the_names_of_strategies_are_those_of_the_registry():
-    assert strategies.names() == STRATEGIES
+    ours = tuple(name for name in strategies.names() if name != "average-every-3")  # a test registers that one
+    assert ours == STRATEGIES
 
 
 @pytest.mark.pure
