@@ -2,7 +2,8 @@
 
 `placement` and `entry` (what is divided, and how), `packing` (what shares a bucket), `slicing` (how a bucket is cut),
 `tree` (the order of sums), `description` (the layout as plain data), `shard_layout` (all of it; the nouns are defined
-there), `reslice` (from one layout to another) and `pieces` (how a bucket goes through a slot).
+there), `reslice` (from one layout to another), `pieces` (how a bucket goes through a slot) and `topology` (who mixes
+with whom, where ranks do not share a copy).
 """
 
 from __future__ import annotations
