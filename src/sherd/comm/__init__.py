@@ -8,7 +8,8 @@
 Read in this order: `base` (the interface), `handle`, `calls` (how a call is described and compared), `checked_call`
 (what is checked before it is made), `summation` (the order of sums), `codec`, `counters`; then the rooms that the
 transports share, `trust`, `waiting` and `meeting`; then the transports `solo`, `host`, `c10d` and `cluster`; then
-`connect`, which chooses one; last `backend`, which makes them a backend of torch.distributed.
+`connect`, which chooses one, and `neighbours`, for exchanges among a few; last `backend`, which makes them a backend of
+torch.distributed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from sherd.comm.connect import connect
 from sherd.comm.counters import Count, Counters
 from sherd.comm.handle import Handle, Together
 from sherd.comm.host.communicator import HostCommunicator
+from sherd.comm.neighbours import Neighbours, Shown
 from sherd.comm.solo import SoloCommunicator
 from sherd.config import CommOptions
 from sherd.errors import CodecFailed
@@ -40,6 +42,8 @@ __all__ = [
     "Counters",
     "Handle",
     "HostCommunicator",
+    "Neighbours",
+    "Shown",
     "SoloCommunicator",
     "SummationTree",
     "Together",
