@@ -10,12 +10,18 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from sherd.data import batch_weight
-from sherd.data.dealing import deal, deal_whole, groups, iterations, part, weight_of
+from sherd.data.dealing import Seat, deal, deal_whole, groups, iterations, part
 
 pytestmark = pytest.mark.pure
 
 WORLDS = st.integers(1, 9)
 BATCHES = st.integers(1, 7)
+
+
+def seats(world, size=None):
+    """The seats of all ranks, in teams of `size`."""
+    size = size or world
+    return [Seat(rank, world, range(rank - rank % size, rank - rank % size + size)) for rank in range(world)]
 
 
 def close(found, expected):
@@ -34,7 +40,7 @@ def test_parts_are_consecutive_and_as_even_as_they_can_be(count, world):
 @given(st.integers(0, 200), WORLDS, BATCHES, st.booleans())
 def test_ranks_together_see_what_one_process_sees(count, world, batch, drop_last):
     order, size = list(range(1000, 1000 + count)), world * batch
-    dealt = [[deal(group, world, rank) for group in groups([order], size, drop_last)] for rank in range(world)]
+    dealt = [[deal(group, seat) for group in groups([order], size, drop_last)] for seat in seats(world)]
     assert {len(hands) for hands in dealt} == {iterations(count, size, drop_last)}
     expected = [order[start : start + size] for start in range(0, count, size)]
     if drop_last and count % size:
@@ -52,9 +58,22 @@ def test_ranks_together_see_what_one_process_sees(count, world, batch, drop_last
 def test_shares_make_means_of_parts_the_mean_of_all(count, world):
     values = [float((7 * index) % 11) for index in range(count)]
     (group,) = groups([values], count, drop_last=False)
-    hands = [deal(group, world, rank) for rank in range(world)]
+    hands = [deal(group, seat) for seat in seats(world)]
     mean = sum(counts * sum(mine) / len(mine) for mine, counts in hands) / world
     assert close(mean, sum(values) / count)
+
+
+@given(st.integers(1, 60), st.integers(1, 4), st.integers(1, 4))
+def test_in_teams_the_mean_of_a_teams_parts_is_that_of_its_samples(count, size, teams):
+    values = [float((7 * index) % 11) for index in range(count)]
+    (group,) = groups([values], count, drop_last=False)
+    hands = [deal(group, seat) for seat in seats(size * teams, size)]
+    for first in range(0, size * teams, size):
+        its = [(mine, counts) for mine, counts in hands[first : first + size] if counts]
+        if its:
+            samples = [value for mine, _ in its for value in mine]
+            mean = sum(counts * sum(mine) / len(mine) for mine, counts in its) / size
+            assert close(mean, sum(samples) / len(samples))
 
 
 @given(st.lists(st.integers(0, 12), max_size=8), BATCHES, st.booleans())
@@ -72,7 +91,7 @@ def test_it_does_not_matter_in_which_chunks_an_order_comes(lengths, size, drop_l
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 4))
 def test_whole_batches_count_by_their_rows(rows, missing):
     world, batches = len(rows) + missing, [f"batch {n}" for n in range(len(rows))]
-    hands = [deal_whole(batches, rows, world, rank) for rank in range(world)]
+    hands = [deal_whole(batches, rows, seat) for seat in seats(world)]
     assert [batch for batch, _ in hands] == [*batches, *[batches[-1]] * missing]
     assert all(counts == 0 for _, counts in hands[len(rows) :])
     for (_, counts), mine in zip(hands, rows, strict=False):
@@ -82,7 +101,7 @@ def test_whole_batches_count_by_their_rows(rows, missing):
 
 def test_equal_shares_are_exactly_one():
     for count, world in itertools.product((1, 3, 7, 49, 10**6 + 3), (1, 3, 7, 1021)):
-        assert weight_of([count] * world, world - 1) == 1.0
+        assert seats(world)[-1].weight([count] * world) == 1.0
 
 
 def test_the_share_is_that_of_the_loader_which_yielded_last():

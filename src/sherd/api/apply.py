@@ -24,6 +24,7 @@ from sherd.data.restore import as_it_is
 from sherd.engine.assembly import assemble
 from sherd.engine.engine import Engine
 from sherd.engine.modules.sync_batch_norm import share_statistics
+from sherd.engine.parameters.mesh import Teams
 from sherd.errors import CommError
 from sherd.patches import optimizer_object, schedulers
 
@@ -65,7 +66,9 @@ def _prepare(plan: Plan, comm: Communicator, undo: ExitStack) -> Engine:
     """Do everything except taking rank 0's parameter values."""
     for optimizer in plan.optimizers:
         undo.callback(_as_it_is(optimizer))
-    engine = assemble(comm, plan.inventory, plan.policy, plan.options, plan.optimizers, undo)
+    teams = Teams.cut(comm, plan.strategy.team(comm))
+    undo.callback(teams.close)
+    engine = assemble(teams, plan.inventory, plan.policy(teams), plan.options, plan.optimizers, undo)
     for optimizer in plan.optimizers:
         optimizer_object.install(optimizer, training_of)
     training = Training(engine, plan.strategy)

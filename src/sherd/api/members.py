@@ -88,6 +88,8 @@ def _load(module: nn.Module, assign: bool, original: Callable[[], Any]) -> Any:
         for engine in engines:
             edits.enter_context(engine.unchanged.editing(module, compare=False))
         found = original()
+        for engine in engines:
+            engine.take_from_first_team(module)
     if engines:
         missing = set(found.missing_keys)
         named = module.named_parameters(remove_duplicate=False)
@@ -137,9 +139,9 @@ def _check_step(optimizer: Optimizer) -> None:
     if why is not None:
         kind = type(optimizer).__name__
         raise ConfigError(
-            f"rank {engine.comm.rank}: this {kind} steps a distributed model, but was not passed to sherd.distribute: "
-            f"{why}; write model, optimizer = sherd.distribute(model, optimizer), with all the optimizers of a model "
-            f"in one call"
+            f"rank {engine.comm.number}: this {kind} steps a distributed model, but was not passed to "
+            f"sherd.distribute: {why}; write model, optimizer = sherd.distribute(model, optimizer), with all the "
+            f"optimizers of a model in one call"
         )
 
 
@@ -148,7 +150,7 @@ def _check_wrapped(modules: Any, wrapper: str) -> None:
         engine = next(filter(None, map(find_engine, (*module.modules(), *module.parameters()))), None)
         if engine is not None:
             raise ConfigError(
-                f"rank {engine.comm.rank}: torch's {wrapper} was applied to a model that is already distributed by "
+                f"rank {engine.comm.number}: torch's {wrapper} was applied to a model that is already distributed by "
                 f"sherd.distribute, so gradients would be exchanged twice; drop the wrapper and use `model` as it is. "
                 f"Accelerate and the Hugging Face Trainer apply it by themselves: leave the model and the optimizer "
                 f"out of accelerator.prepare(), and write a training loop instead of using the Trainer"

@@ -18,6 +18,7 @@ from sherd.engine.assembly import check_optimizer, settle
 from sherd.engine.buckets.inventory import Inventory
 from sherd.engine.consistency.settings import compare_optimizers
 from sherd.engine.gradients.gradient import name_of
+from sherd.engine.parameters.mesh import Teams
 from sherd.engine.policy import ExchangePolicy
 from sherd.errors import ConfigError, Diverged
 from sherd.strategies import Strategy
@@ -34,7 +35,6 @@ class Plan:
     models: list[nn.Module]
     optimizers: list[Optimizer]
     inventory: Inventory
-    policy: ExchangePolicy
     shardings: list[data.Sharding]
 
     @classmethod
@@ -57,18 +57,23 @@ class Plan:
                 whose = f"group {index} of {name}" if name else f"the optimizer's group {index}"
                 refuse_strangers(group["params"], inventory.parameters, whose)
         refuse_shared(names, inventory)
-        policy = strategy.policy(comm, inventory.device)
-        if comm.world == 1:
-            policy = Alone()  # there is nobody to exchange anything with
-        settle(policy, options)
-        for optimizer, name in names.items():
-            check_optimizer(optimizer, policy, strategy.name, name)
         others = loading.replace(global_batch=None)  # only the first loader is for training
         shardings = [
-            data.plan(loader, comm, others if index else loading, options.accumulate)
+            data.plan(loader, comm, others if index else loading, options.accumulate, strategy.team(comm))
             for index, loader in enumerate(loaders)
         ]
-        return cls(strategy, options, loading, models, optimizers, inventory, policy, shardings)
+        return cls(strategy, options, loading, models, optimizers, inventory, shardings)
+
+    def policy(self, teams: Teams) -> ExchangePolicy:
+        """The policy of these ranks. Refuses optimizers that cannot follow it."""
+        policy = self.strategy.policy(teams.team, self.inventory.device)
+        if teams.everyone.world == 1:
+            policy = Alone()  # there is nobody to exchange anything with
+        settle(policy, self.options)
+        for index, optimizer in enumerate(self.optimizers):
+            name = name_of(optimizer, index) if len(self.optimizers) > 1 else ""
+            check_optimizer(optimizer, policy, self.strategy.name, name)
+        return policy
 
     @property
     def model(self) -> nn.Module:

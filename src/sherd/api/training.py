@@ -101,7 +101,7 @@ class Training:
                     loss = closure(*arguments, **options)
                     if not engine.prepare_step(gradient):
                         raise SherdError(
-                            f"rank {engine.comm.rank}: the gradient is not finite, and {name} cannot skip a step "
+                            f"rank {engine.comm.number}: the gradient is not finite, and {name} cannot skip a step "
                             f"half-way through"
                         )
                     if loss is not None or self.shard(optimizer).needs_closure:

@@ -69,6 +69,8 @@ class Communicator(ABC):
         self.options = options
         self.tree = SummationTree(world, min(options.group or world, world))
         self.counters = Counters()
+        #: What messages call each rank: its number among all ranks of the job, of which these may be some.
+        self.numbers: Sequence[int] = range(world)
         #: The ranks of each host, where that is known; else all on one.
         self.hosts: Sequence[Sequence[int]] = [list(range(world))]
         self.closed = False
@@ -266,6 +268,11 @@ class Communicator(ABC):
     @abstractmethod
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator among `ranks`, None on ranks outside it. All ranks of this communicator must call it."""
+
+    @property
+    def number(self) -> int:
+        """What messages call this rank."""
+        return self.numbers[self.rank]
 
     def use_here(self) -> None:  # noqa: B027 - alone, nothing is ever under way
         """Calls now come from this thread, whose waits then move operations on. It must hold the `lock`."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sherd.comm import Communicator, labelled
-from sherd.data.dealing import deal_whole, iterations, weight_of
+from sherd.data.dealing import Seat, deal_whole, iterations
 from sherd.data.scheme import Epoch, ShardingScheme, length
 from sherd.errors import SherdError
 
@@ -18,12 +18,13 @@ from sherd.errors import SherdError
 class Splitting(ShardingScheme):
     """Every rank reads the whole stream and takes every `world`-th batch."""
 
-    def __init__(self, comm: Communicator, drop_last: bool) -> None:
+    def __init__(self, comm: Communicator, seat: Seat, drop_last: bool) -> None:
         super().__init__(comm)
+        self._seat = seat
         self._drop_last = drop_last
 
     def epoch(self, sampling: Any) -> Epoch:
-        return _Splitting(self._comm, self._drop_last)
+        return _Splitting(self._seat, self._drop_last)
 
     def length(self, own: int) -> int:
         return iterations(own, self._comm.world, self._drop_last)
@@ -35,21 +36,21 @@ class Splitting(ShardingScheme):
 
 
 class _Splitting:
-    def __init__(self, comm: Communicator, drop_last: bool) -> None:
-        self._comm = comm
+    def __init__(self, seat: Seat, drop_last: bool) -> None:
+        self._seat = seat
         self._drop_last = drop_last
         self._ended = False
 
     def take(self, draw: Callable[[], Any]) -> tuple[Any, float, int]:
         batches: list[Any] = []
-        while len(batches) < self._comm.world and not self._ended:
+        while len(batches) < self._seat.world and not self._ended:
             try:
                 batches.append(draw())
             except StopIteration:
                 self._ended = True
         if not batches or (self._drop_last and self._ended):
             raise StopIteration
-        batch, weight = deal_whole(batches, [rows(batch) for batch in batches], self._comm.world, self._comm.rank)
+        batch, weight = deal_whole(batches, [rows(batch) for batch in batches], self._seat)
         return batch, weight, rows(batch)
 
 
@@ -60,17 +61,19 @@ class Agreeing(ShardingScheme):
     nothing to agree on.
     """
 
-    def __init__(self, comm: Communicator, sized: Sequence[Any] = ()) -> None:
+    def __init__(self, comm: Communicator, seat: Seat, sized: Sequence[Any] = ()) -> None:
         super().__init__(comm)
+        self._seat = seat
         self._sized = sized
 
     def epoch(self, sampling: Any) -> Epoch:
-        return _Agreeing(self._comm, self._sized)
+        return _Agreeing(self._comm, self._seat, self._sized)
 
 
 class _Agreeing:
-    def __init__(self, comm: Communicator, sized: Sequence[Any]) -> None:
+    def __init__(self, comm: Communicator, seat: Seat, sized: Sequence[Any]) -> None:
         self._comm = comm
+        self._seat = seat
         self._sized = sized
         self._even: bool | None = None
         self._ended = self._over = False
@@ -117,7 +120,7 @@ class _Agreeing:
                 f"rank {self._comm.rank}: ranks {empty} have no batch at all in this epoch while others do, so they "
                 f"cannot take part in its steps; give every rank at least one batch"
             )
-        return batch, weight_of(counts, self._comm.rank), rows(batch)
+        return batch, self._seat.weight(counts), rows(batch)
 
 
 def rows(batch: Any) -> int:

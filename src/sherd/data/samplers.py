@@ -14,7 +14,7 @@ from torch.utils.data import SequentialSampler
 
 from sherd.comm import Communicator
 from sherd.data import order
-from sherd.data.dealing import deal, deal_whole, groups, iterations
+from sherd.data.dealing import Seat, deal, deal_whole, groups, iterations
 from sherd.data.iterable import rows
 from sherd.data.order import KnownOrder, LeaderOrder, Order
 from sherd.data.scheme import Epoch, ShardingScheme, length
@@ -81,8 +81,9 @@ class Samples:
     """Deals the samples that torch's BatchSampler would batch; without a batch size, one key at a time, since the
     dataset may then return a whole batch for a key."""
 
-    def __init__(self, comm: Communicator, sampler: Any, batch: int | None, drop_last: bool) -> None:
+    def __init__(self, comm: Communicator, seat: Seat, sampler: Any, batch: int | None, drop_last: bool) -> None:
         self._comm = comm
+        self._seat = seat
         self._sampler = sampler
         self._batch = batch
         self._size = comm.world * (batch or 1)
@@ -106,15 +107,16 @@ class Samples:
 
     def _deal(self, order: Order) -> Iterator[DealtBatch]:
         for group in groups(order, self._size, self._drop_last):
-            indices, weight = deal(group, self._comm.world, self._comm.rank)
+            indices, weight = deal(group, self._seat)
             yield (indices, weight, len(indices)) if self._batch else (indices[0], weight, None)
 
 
 class Batches:
     """Deals the batches of the user's own batch sampler, unchanged."""
 
-    def __init__(self, comm: Communicator, batch_sampler: Any) -> None:
+    def __init__(self, comm: Communicator, seat: Seat, batch_sampler: Any) -> None:
         self._comm = comm
+        self._seat = seat
         self._batch_sampler = batch_sampler
         self.ahead = 0
 
@@ -130,7 +132,7 @@ class Batches:
         for piece, start, stop in groups(order, self._comm.world, drop_last=False):
             batches = piece[start:stop]
             counts = [_samples_of(batch) for batch in batches]
-            batch, weight = deal_whole(batches, counts, self._comm.world, self._comm.rank)
+            batch, weight = deal_whole(batches, counts, self._seat)
             yield batch, weight, _samples_of(batch)
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDa
 
 from sherd.comm import Communicator
 from sherd.config import LoaderOptions
+from sherd.data.dealing import Seat
 from sherd.data.iterable import Agreeing, Splitting
 from sherd.data.loader import attach
 from sherd.data.restore import as_it_is
@@ -54,24 +55,32 @@ class Sharding:
         _known.add(self.loader)
 
 
-def plan(loader: DataLoader[Any], comm: Communicator, options: LoaderOptions, accumulate: int) -> Sharding:
-    """How `loader` is to be sharded over these ranks; refuses one that cannot be. Changes nothing; not collective."""
+def plan(
+    loader: DataLoader[Any], comm: Communicator, options: LoaderOptions, accumulate: int, team: int | None = None
+) -> Sharding:
+    """How `loader` is to be sharded over these ranks; refuses one that cannot be. Changes nothing; not collective.
+
+    Ranks train in teams of `team` consecutive ones; None: all together.
+    """
     _check(loader)
     batch = _batch_size(loader, comm.world, options.global_batch, accumulate)
     if comm.world == 1:
         by_index = loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
         by_index = by_index and (loader.in_order or not loader.num_workers)
         return Sharding(loader, batch, SingleRank(comm, by_index), {}, None)
+    size = team or comm.world
+    first = comm.rank - comm.rank % size
+    seat = Seat(comm.rank, comm.world, range(first, first + size))
     if isinstance(loader.dataset, IterableDataset):
-        return _iterable(loader, comm, options.iterable, batch)
+        return _iterable(loader, comm, seat, options.iterable, batch)
     batches: Any = loader.batch_sampler
     samplers: list[Any] = [loader.sampler, batches, getattr(batches, "sampler", None)]
     for sampler in samplers:
         if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
-            scheme = Agreeing(comm, [thing for thing in (sampler, batches) if thing is not None])
+            scheme = Agreeing(comm, seat, [thing for thing in (sampler, batches) if thing is not None])
             own = (type(sampler).__name__, sampler.num_replicas, sampler.rank)
             return Sharding(loader, batch, scheme, {"scheme": "by its own sampler"}, own)
-    return _dealt(loader, comm, batch)
+    return _dealt(loader, comm, seat, batch)
 
 
 def compare(comm: Communicator, shardings: Sequence[Sharding]) -> None:
@@ -153,22 +162,24 @@ def _set_batch_size(loader: DataLoader[Any], batch: int) -> None:
 # ---------------------------------------------------------------- schemes
 
 
-def _dealt(loader: DataLoader[Any], comm: Communicator, batch: int | None) -> Sharding:
+def _dealt(loader: DataLoader[Any], comm: Communicator, seat: Seat, batch: int | None) -> Sharding:
     batches: Any = loader.batch_sampler
     drop_last = batch is not None and batches.drop_last
     indices: Samples | Batches
     if batches is not None and batch is None:
-        indices = Batches(comm, batches)
+        indices = Batches(comm, seat, batches)
     else:
         sampler = loader.sampler if batches is None else batches.sampler
-        indices = Samples(comm, sampler, batch, drop_last)
+        indices = Samples(comm, seat, sampler, batch, drop_last)
     _check_in_order(loader, comm, full=drop_last)
     common = {"scheme": "dealt", "batch_size": batch, "drop_last": drop_last, "samples": length(loader.dataset)}
     common["subset"] = _chosen(loader.dataset)
     return Sharding(loader, batch, Dealing(comm, indices), common, None)
 
 
-def _iterable(loader: DataLoader[Any], comm: Communicator, iterable: str | None, batch: int | None) -> Sharding:
+def _iterable(
+    loader: DataLoader[Any], comm: Communicator, seat: Seat, iterable: str | None, batch: int | None
+) -> Sharding:
     kind = type(loader.dataset).__name__
     if iterable is None:
         raise ConfigError(
@@ -178,7 +189,7 @@ def _iterable(loader: DataLoader[Any], comm: Communicator, iterable: str | None,
             f"its own part"
         )
     if iterable == "sharded":
-        return Sharding(loader, batch, Agreeing(comm), {"scheme": "sharded by its dataset"}, None)
+        return Sharding(loader, batch, Agreeing(comm, seat), {"scheme": "sharded by its dataset"}, None)
     if isinstance(loader.dataset, IterDataPipe):
         raise ConfigError(
             f"rank {comm.rank}: torch may have sharded this data pipe already, so its batches cannot be dealt; "
@@ -186,7 +197,7 @@ def _iterable(loader: DataLoader[Any], comm: Communicator, iterable: str | None,
         )
     _check_in_order(loader, comm, full=False)
     common = {"scheme": "split", "batch_size": batch, "drop_last": loader.drop_last}
-    return Sharding(loader, batch, Splitting(comm, loader.drop_last), common, None)
+    return Sharding(loader, batch, Splitting(comm, seat, loader.drop_last), common, None)
 
 
 def _check_in_order(loader: DataLoader[Any], comm: Communicator, full: bool) -> None:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import torch
 from torch.optim import Optimizer
 
-from sherd.comm import Communicator, SoloCommunicator
+from sherd.comm import SoloCommunicator
 from sherd.config import StepOptions
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.exchange import Exchange, ReplicaExchange, SliceExchange, WholeExchange
@@ -26,7 +26,7 @@ from sherd.engine.parameters.flat_stores import PrivateStore
 from sherd.engine.parameters.gathered.host_store import HostGatheredStore
 from sherd.engine.parameters.gathered.store import GatheredStore
 from sherd.engine.parameters.host_store import HostStore
-from sherd.engine.parameters.mesh import Mesh
+from sherd.engine.parameters.mesh import Mesh, Teams
 from sherd.engine.parameters.restore import tensors_as_they_are
 from sherd.engine.parameters.store import ParameterStore
 from sherd.engine.policy import AccumulateAt, ExchangePolicy, Home, Keeps, Owns
@@ -80,7 +80,7 @@ def check_optimizer(optimizer: Optimizer, policy: ExchangePolicy, strategy: str,
 
 
 def assemble(
-    comm: Communicator,
+    teams: Teams,
     inventory: Inventory,
     policy: ExchangePolicy,
     options: StepOptions,
@@ -91,6 +91,7 @@ def assemble(
 
     `undo` gets what puts the model back as it was, in case `distribute` fails later.
     """
+    comm = teams.team
     entries = [member.entry for member in inventory.members]
     numel = bucket_numel(entries, options.bucket_bytes or policy.bucket_bytes, crosses=comm.tree.group < comm.world)
     buckets = BucketList.pack(inventory.members, comm.world, comm.tree.group, numel, optimizers)
@@ -103,7 +104,7 @@ def assemble(
     store = _STORES[policy.home](mesh, inventory, buckets, owner)
     trained = Trained(inventory, buckets, optimizers, options.loss_reduction, options.accumulate)
     unchanged = Unchanged(comm, inventory, store, checksums=options.check == "edits")
-    torn = Torn(inventory, comm.rank, optimizers)
+    torn = Torn(inventory, comm.number, optimizers)
     exchange = _EXCHANGES[policy.keeps, policy.owns](comm, numel, inventory.device, policy.reduce)
     access = WholeAccess() if owner is None else ShardedAccess(comm)
     adds_up_here = policy.accumulate_at is AccumulateAt.RANK
@@ -111,6 +112,6 @@ def assemble(
     own = OwnGradients(trained, SoloCommunicator(comm.options))
     for path in (summed, own):
         undo.callback(backward.forget, path)
-    engine = Engine(comm, options, Parts(mesh, policy, store, trained, unchanged, torn, summed, own))
+    engine = Engine(options, Parts(teams, mesh, policy, store, trained, unchanged, torn, summed, own))
     trained.shards = {each: updater_for(each, buckets, owner, inventory.parameters) for each in optimizers}
     return engine

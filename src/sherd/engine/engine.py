@@ -34,8 +34,8 @@ from sherd.engine.gradients.own import OwnGradients
 from sherd.engine.gradients.path import GradientPath
 from sherd.engine.modules.buffers import BufferSync
 from sherd.engine.optimizer.unsplit import Updater
-from sherd.engine.parameters.mesh import Mesh
-from sherd.engine.parameters.store import ParameterStore
+from sherd.engine.parameters.mesh import Mesh, Teams
+from sherd.engine.parameters.store import ParameterStore, take_from_leader
 from sherd.engine.policy import ExchangePolicy, StepContext
 from sherd.engine.summed import SummedGradients
 from sherd.errors import SherdError
@@ -65,6 +65,7 @@ _MOVES = {
 class Parts:
     """What an engine is made of, as its policy says."""
 
+    teams: Teams
     mesh: Mesh
     policy: ExchangePolicy
     store: ParameterStore
@@ -75,20 +76,26 @@ class Parts:
     own: OwnGradients
 
 
+def _not_begun(*_: Any) -> Any:
+    raise SherdError("this update has not begun")
+
+
 @dataclass
 class Update:
     """One update of the parameters. `run` makes it, with a closure for optimizers that evaluate the loss again."""
 
-    run: Callable[..., Any]
-    begun: bool = True
+    run: Callable[..., Any] = _not_begun
+    begun: bool = False
     """whether something may have been changed, beyond what can be seen of the parameters"""
 
 
 class Engine:
     """Training of one model on one rank."""
 
-    def __init__(self, comm: Communicator, options: StepOptions, parts: Parts) -> None:
-        self.comm = comm
+    def __init__(self, options: StepOptions, parts: Parts) -> None:
+        self.teams = parts.teams
+        self.comm: Communicator = parts.teams.team
+        """The ranks that train together."""
         self.mesh = parts.mesh
         self.policy = parts.policy
         self.store = parts.store
@@ -111,22 +118,31 @@ class Engine:
     def move(self, to: State) -> None:
         """Become `to`."""
         if to not in _MOVES[self.state]:
-            raise SherdError(f"rank {self.comm.rank}: the engine is {self.state.value} and cannot be {to.value}")
+            raise SherdError(f"rank {self.comm.number}: the engine is {self.state.value} and cannot be {to.value}")
         self.state = to
 
     def take_over(self) -> None:
         """Move the parameters to where they are to live, with rank 0's values. Collective."""
+        if self.teams.count > 1:  # to the first rank of every team, which the others then take them from
+            take_from_leader(self.teams.across, (*self.inventory.parameters, *self.inventory.buffers))
         self.store.take_over()
         self.store.from_leader(self.inventory.buffers)
         self.unchanged.accept()
-        self.buffers = BufferSync(self.comm, self.inventory, self._options.sync_buffers)
+        self._share_buffers_with = {
+            comm: BufferSync(comm, self.inventory, self._options.sync_buffers)
+            for comm in {self.comm, self.teams.everyone}
+        }
+        self.policy.join(self.teams, self.buckets)
         backward.install()
         backward.listen(self.path)
 
     def _follow_policy(self) -> None:
         """Choose the way of the next gradient."""
         self._moved = set()
-        sums = self.policy.sums(max(gradient.calls for gradient in self.gradients))
+        step = max(gradient.calls for gradient in self.gradients)
+        sums = self.policy.sums(step)
+        if sums:
+            self.summed.together = self.policy.decide_together(step, self.teams)
         before, self.path = self.path, self.summed if sums else self._own
         if before is not self.path:
             before.leave()
@@ -215,20 +231,27 @@ class Engine:
         """
         self.torn.refuse("step()")
         if self.unchanged.lent:
-            raise SherdError(f"rank {self.comm.rank}: step() inside full_parameters; leave it first")
+            raise SherdError(f"rank {self.comm.number}: step() inside full_parameters; leave it first")
         if not gradient.window.advance():
             return False
         self.unchanged.check_kinds(closely=False)  # first: gradients would have to fit too
         first = self._steps_first(gradient)
         self.settle(gradient)
-        if first and self.policy.exchanges(gradient.calls):
-            self.buffers.sync(self.steps)
+        if first:
+            self._share_buffers(gradient.calls)
         if not self._finite(first) and self._options.nonfinite != "allow":
             self._skip(gradient)
             return False
         if first and self._options.clip_norm is not None:
             self.clip(self._options.clip_norm, by_program=False)
         return True
+
+    def _share_buffers(self, step: int) -> None:
+        """Make buffers equal: in all teams, where those meet at this step, else in this one."""
+        if self.policy.shares_buffers(step):
+            self._share_buffers_with[self.teams.everyone].sync(self.steps)
+        elif self.policy.exchanges(step):
+            self._share_buffers_with[self.comm].sync(self.steps)
 
     def _steps_first(self, gradient: Gradient) -> bool:
         """Whether no other optimizer has stepped from this gradient yet."""
@@ -240,8 +263,8 @@ class Engine:
         return first
 
     def _finite(self, first: bool) -> bool:
-        """Whether the gradient is finite, where that is to be known: without a sum, nobody else would suffer."""
-        asked = self._options.nonfinite is not None
+        """Whether the gradient is finite, where that is to be known: alone, nobody else would suffer."""
+        asked = self._options.nonfinite is not None or self.teams.count > 1
         if first and (asked or self.measures):
             self.path.measure()
         return self.path.finite or not (asked or self.path is self.summed)
@@ -249,23 +272,32 @@ class Engine:
     @contextmanager
     def updating(self, gradient: Gradient) -> Iterator[Update]:
         """The parameters of an optimizer may be updated by their owners inside."""
+        update = Update()
+        with self._changing(gradient, update) as s:
+            self.path.lend(s.buckets)
+            self.policy.before_update(s)
+            update.run, update.begun = partial(self.policy.update, s), True
+            yield update
+            self.policy.after_update(s)
+        self.path.take_back(s.buckets)
+        gradient.steps += 1
+        self._end_step(gradient)
+
+    @contextmanager
+    def _changing(self, gradient: Gradient, update: Update) -> Iterator[StepContext]:
+        """The parameters of an optimizer change inside, by its step or by what teams exchange."""
         self.unchanged.check()
-        its = self.buckets.of(gradient.optimizer)
-        meets = self.path is self.summed or self.policy.exchanges(gradient.calls)
+        shard = None if gradient.optimizer is None else self.shards[gradient.optimizer]
+        s = StepContext(gradient.calls, self.teams, self.buckets.of(gradient.optimizer), self.store, shard)
+        meets = self.path is self.summed or self.policy.exchanges(s.step)
         with labelled(gradient.label):
             if self.unchanged.compares and meets:
                 # This also waits until no rank reads what is about to be updated.
                 several = [each.label for each in self.gradients] if len(self.gradients) > 1 else ()
                 self.unchanged.compare_if_any(f"before the update of {gradient.label}", several, gradient.label)
-            shard = None if gradient.optimizer is None else self.shards[gradient.optimizer]
-            s = StepContext(gradient.calls, self.comm, its, self.store, shard)
-            self.path.lend(its)
-            self.policy.before_update(s)
             self.move(State.UPDATING)
-            update = Update(partial(self.policy.update, s))
             try:
-                yield update
-                self.policy.after_update(s)
+                yield s
             except BaseException as error:
                 self.store.abandon()
                 torn = update.begun or self.unchanged.touched()
@@ -274,10 +306,7 @@ class Engine:
                     self.torn.tear(gradient.label, error)
                 raise
             self.move(State.READY)
-        self.path.take_back(its)
         self.unchanged.accept()
-        gradient.steps += 1
-        self._end_step(gradient)
 
     def accept_edits(self) -> bool:
         """What was done to the parameters is an update of their optimizer's; whether anything was."""
@@ -292,22 +321,33 @@ class Engine:
             self.comm.counters.end_step()
 
     def _skip(self, gradient: Gradient) -> None:
+        if self.teams.count > 1:  # the others may be waiting at this step
+            with self._changing(gradient, Update()) as s:
+                self.policy.skipped(s)
         gradient.skipped += 1
         self._end_step(gradient)
+        where, who = ("some rank", "no rank takes") if self.comm.world > 1 else ("this rank", "it does not take")
         text = (
-            f"{gradient.label}: the gradient is not finite on some rank, so no rank takes the step "
+            f"{gradient.label}: the gradient is not finite on {where}, so {who} the step "
             f"({gradient.skipped} skipped so far)"
         )
         observe.emit("warning", text=text)
         if self._options.nonfinite == "raise":
-            raise SherdError(f'rank {self.comm.rank}: {text}; nonfinite="skip" would go on, "allow" would apply it')
+            raise SherdError(f'rank {self.comm.number}: {text}; nonfinite="skip" would go on, "allow" would apply it')
         if self.comm.rank == 0:
             log.warning("%s", text)
 
     # ---------------------------------------------------------------- what changes between steps
 
+    def take_from_first_team(self, module: nn.Module) -> None:
+        """Take what the first team has just written into the parameters of `module`. Collective, if there are teams."""
+        if self.teams.count > 1:
+            members = self.inventory.of_module(module)
+            take_from_leader(self.teams.across, (member.parameter for member in members))
+
     def loaded(self, parameters: Iterable[nn.Parameter]) -> None:
         """These parameters were loaded on all ranks."""
+        self.policy.loaded(self.buckets)
         if self.torn.loaded(parameters):
             self.restart()
 

@@ -8,9 +8,13 @@ A strategy makes one policy per model. The engine asks it, in the order of a ste
     before_update(s)     what must have happened before parameters change?
     update(s)            the update itself: one step of the optimizer on what this rank owns
     after_update(s)      how do the new values reach the other ranks?
+    skipped(s)           what happens in place of an update whose gradient is not finite?
 
 Where neither `sums` nor `exchanges` holds, nothing in a step is collective. `step` counts the real `step()` calls,
 skipped ones too, so that ranks that decide by it meet at the same call.
+
+Ranks train in teams (see `Teams`): all of them in one, unless the strategy says otherwise. The engine knows only its
+team; what teams exchange with each other is the policy's own affair, in `after_update` and `skipped`.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ from torch import Tensor
 
 from sherd.comm import Communicator, Handle
 from sherd.engine.buckets.bucket import Bucket
+from sherd.engine.buckets.bucket_list import BucketList
+from sherd.engine.parameters.mesh import Teams
 from sherd.engine.parameters.store import ParameterStore
 
 
@@ -71,12 +77,22 @@ class StepContext:
 
     step: int
     """the number of real `step()` calls before it, skipped ones included"""
-    comm: Communicator
+    teams: Teams
     buckets: Sequence[Bucket]
     """what is updated: `bucket.values` has the parameters, `bucket.owned_sum` the gradient"""
     store: ParameterStore
     shard: Any
     """the optimizer on what this rank owns: `shard.step()`"""
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks that train together: this rank's team."""
+        return self.teams.team
+
+    @property
+    def across(self) -> Communicator:
+        """The ranks at this rank's place in every team."""
+        return self.teams.across
 
 
 class ExchangePolicy:
@@ -94,13 +110,24 @@ class ExchangePolicy:
     bucket_bytes: int | None = None
     """the size of a bucket, unless the user says; None: as fits the model"""
 
+    def join(self, teams: Teams, buckets: BucketList) -> None:
+        """The engine is about to train these buckets. Collective."""
+
     def sums(self, step: int) -> bool:
         """Whether gradients are summed over the ranks."""
         return True
 
+    def decide_together(self, step: int, teams: Teams) -> Communicator:
+        """Where gradients are summed: the ranks that agree on what was used, and whether to skip the step."""
+        return teams.team
+
     def exchanges(self, step: int) -> bool:
-        """Whether ranks meet at the end of this step."""
+        """Whether the ranks of a team meet at the end of this step."""
         return True
+
+    def shares_buffers(self, step: int) -> bool:
+        """Whether the buffers of all teams become equal at this step, not only those of each."""
+        return False
 
     def reduce(self, bucket: Bucket, source: Tensor, target: Tensor, op: str, own: Tensor | None = None) -> Handle:
         """Sum `source` over the ranks into `target`: what is kept of a bucket's sum, or of a piece of it.
@@ -120,3 +147,9 @@ class ExchangePolicy:
     def after_update(self, s: StepContext) -> None:
         """This rank has updated what it owns; where it owns a slice, the store makes all slices visible."""
         s.store.publish(s.buckets)
+
+    def skipped(self, s: StepContext) -> None:
+        """The gradient of this step is not finite, so nothing was updated."""
+
+    def loaded(self, buckets: BucketList) -> None:
+        """Parameters were loaded: all ranks have rank 0's values of them. Collective."""

@@ -49,7 +49,7 @@ class SummedGradients(GradientPath):
         self.finite = True
         self.access = access
         self.reductions = Reductions(comm, exchange, trained.inventory.device)
-        self.round = Round(comm.rank, self.reductions)
+        self.round = Round(comm.number, self.reductions)
         self._comm = comm
         self._trained = trained
         self._exchange = exchange
@@ -87,14 +87,14 @@ class SummedGradients(GradientPath):
         self.round.refuse_failed()
         if not backward.under_way():
             raise SherdError(
-                f"rank {self._comm.rank}: this backward was not started by loss.backward() or torch.autograd.backward, "
-                f"so its end would go unnoticed; call one of these"
+                f"rank {self._comm.number}: this backward was not started by loss.backward() or "
+                f"torch.autograd.backward, so its end would go unnoticed; call one of these"
             )
         if self._torn.why:
             self._torn.refuse("this backward")
-        round.refuse_other_hooks(self._trained.inventory.members, self._comm.rank)
+        round.refuse_other_hooks(self._trained.inventory.members, self._comm.number)
         factor = 1.0
-        self._trained.backwards += 1
+        self._trained.begin_backward()
         for gradient, its in self._trained.parts:
             gradient.add(its)
             factor = gradient.weights.enter()  # the same for all
@@ -155,14 +155,14 @@ class SummedGradients(GradientPath):
         # Where each has a copy of its own, a model that was distributed without its optimizer is edited by it in every
         # step, and nothing has to be compared.
         edited = bool(self._unchanged.edits) and (bool(trained.optimizers) or self._unchanged.compares)
-        agreed = agree(self._comm, report(trained.buckets, trained.gradients, edited, late), trained.buckets)
+        agreed = agree(self.together, report(trained.buckets, trained.gradients, edited, late), trained.buckets)
         if not agreed.same_settings:
-            compare_optimizers(self._comm, trained.optimizers, trained.inventory.members, step)
+            compare_optimizers(self.together, trained.optimizers, trained.inventory.members, step)
         if agreed.edited:
             with labelled(f"what was done to parameters before step {step}"):
                 self._unchanged.compare(f"before step {step}")
         self._uniform, self.finite = agreed.uniform, agreed.finite
-        apply(agreed, trained.buckets, trained.gradients, self._comm.world)
+        apply(agreed, trained.buckets, trained.gradients, self.together.world)
         return [bucket for bucket, is_late in zip(trained.buckets.buckets, agreed.late, strict=True) if is_late]
 
     def _learn(self) -> None:
@@ -200,7 +200,7 @@ class SummedGradients(GradientPath):
                 bucket.measure()
             with labelled(f"what was done to p.grad before step {step}", _ALIKE):
                 assigned = [member.name for member in self.access.assigned]
-                self.finite = agree_on_edits(self._comm, buckets, self.access.seen, assigned, step)
+                self.finite = agree_on_edits(self.together, buckets, self.access.seen, assigned, step)
             self.access.seen, self.access.assigned = 0, []
         refuse_pointless(wanted)
         for gradient, its in self._trained.parts:
@@ -259,7 +259,7 @@ class SummedGradients(GradientPath):
         """Train parameters that were frozen until now. Collective if there are such."""
         members = self._trained.thawed()
         if members and not self._comm.closed:  # this backward may be that of another model
-            compare_unfrozen(self._comm, members, self._trained.steps)
+            compare_unfrozen(self.together, members, self._trained.steps)
             self._trained.train(members)
             self.follow(members)
 
@@ -269,7 +269,7 @@ class SummedGradients(GradientPath):
         self._exchange.take([each for each in self._trained.buckets.buckets if each in theirs and not each.kept])
         self.reductions.fit(self._trained.buckets.buckets)
         self.access.follow(members)
-        self._hooks += [round.hook(member, self._comm.rank, self) for member in members]
+        self._hooks += [round.hook(member, self._comm.number, self) for member in members]
         self._learned = False
 
     def leave(self) -> None:

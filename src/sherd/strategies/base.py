@@ -41,6 +41,10 @@ class Strategy(Options, ABC):
             raise ConfigError("Strategy is abstract; build a subclass, or write a name from sherd.strategies.names()")
         return super().__new__(cls, *args, **options)
 
+    def team(self, comm: Communicator) -> int:
+        """How many ranks, with consecutive numbers, train together: all, unless a strategy says otherwise."""
+        return comm.world
+
     @abstractmethod
     def policy(self, comm: Communicator, device: torch.device) -> ExchangePolicy:
-        """A new policy for these ranks and a model on `device`."""
+        """A new policy for these ranks, which are a team, and a model on `device`."""

@@ -259,4 +259,4 @@ class Unchanged:
         return [*map(id, chain.from_iterable(registry.values() for registry in self._registries))]
 
     def _refuse(self, name: str, what: str, fix: str) -> None:
-        raise SherdError(f"rank {self._comm.rank}: parameter {name!r} {what}; {fix}")
+        raise SherdError(f"rank {self._comm.number}: parameter {name!r} {what}; {fix}")

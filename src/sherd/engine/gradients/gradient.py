@@ -281,6 +281,8 @@ class Trained:
         """What steps the parameters of each optimizer, and follows what is trained."""
         self.backwards = 0
         """How many backwards there were."""
+        self.samples = 0.0
+        """How many samples this rank has trained on; where losses are weighed, the sum of their weights."""
         self.modules_communicate = False
         """Whether modules exchange something of their own during a backward. Where ranks use different parameters,
         buckets would be launched between different ones of these exchanges: they then wait for the end."""
@@ -316,6 +318,13 @@ class Trained:
         self.buckets = self.buckets.unfrozen(members)
         for shard in self.shards.values():
             shard.follow(self.buckets)
+
+    def begin_backward(self) -> None:
+        """Count a backward, and the samples of its batch; without a loader it is one."""
+        self.backwards += 1
+        samples, weight = batch_weight.samples(), self.gradients[0].weights.pending
+        found = 1.0 if samples is None else float(samples)
+        self.samples += found if weight is None or not found else weight
 
     def weigh(self, weight: float | None) -> None:
         """Set the weight of the next backward, which is the same in every gradient."""

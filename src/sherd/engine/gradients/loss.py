@@ -23,7 +23,7 @@ def loss_of_all(comm: Communicator, weights: LossWeights, loss: Any, optimizer: 
         if isinstance(loss, Tensor):
             found = f"a tensor of shape {tuple(loss.shape)}"
         raise ConfigError(
-            f"rank {comm.rank}: the closure of {optimizer}.step() returned {found} where the optimizer expects the "
+            f"rank {comm.number}: the closure of {optimizer}.step() returned {found} where the optimizer expects the "
             f"loss; end the closure with `return loss`, a number or a tensor of one element"
         )
     counts, weighed = weights.of_loss

@@ -42,7 +42,7 @@ class OwnGradients(GradientPath):
     def begin_round(self) -> None:
         """Where a backward has a weight of its own, it starts from nothing and is added at the end."""
         trained = self._trained
-        trained.backwards += 1
+        trained.begin_backward()
         for gradient in trained.gradients:
             gradient.unclip()
         if members := trained.thawed():

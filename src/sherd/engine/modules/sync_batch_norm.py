@@ -97,7 +97,7 @@ class Ranks:
     weights: LossWeights
 
     def __str__(self) -> str:
-        return f"rank {self.comm.rank}: batch norm of {self.name!r}"
+        return f"rank {self.comm.number}: batch norm of {self.name!r}"
 
     def statistics(self, input: Tensor) -> Statistics:
         """Combine the statistics of all ranks' inputs, whatever their sizes. Collective."""

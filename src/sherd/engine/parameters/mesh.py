@@ -20,6 +20,44 @@ from sherd.comm import Communicator, Handle, SoloCommunicator, Together
 
 
 @dataclass(frozen=True)
+class Teams:
+    """Ranks in teams: those of a team train together, and teams meet only where a policy says so.
+
+    The ranks of all teams have the same layout, each for its own copy of the parameters.
+    """
+
+    everyone: Communicator
+    team: Communicator
+    """the ranks that train together, with consecutive numbers"""
+    across: Communicator
+    """the ranks at this rank's place in every team"""
+
+    @classmethod
+    def cut(cls, everyone: Communicator, size: int) -> Teams:
+        """Divide all ranks into teams of `size`, which must divide their number. Collective."""
+        mesh = Mesh.cut(everyone, size)
+        first = everyone.rank - everyone.rank % size
+        for group, numbers in (
+            (mesh.shard, range(first, first + size)),
+            (mesh.replicate, range(everyone.rank % size, everyone.world, size)),
+        ):
+            group.counters = everyone.counters
+            group.numbers = [everyone.numbers[rank] for rank in numbers]
+        return cls(everyone, mesh.shard, mesh.replicate)
+
+    def close(self) -> None:
+        """Close the communicators that were made for the teams."""
+        for group in (self.team, self.across):
+            if group is not self.everyone:
+                group.close()
+
+    @property
+    def count(self) -> int:
+        """How many teams there are."""
+        return self.across.world
+
+
+@dataclass(frozen=True)
 class Mesh:
     """The communicators of one rank."""
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from sherd.comm import Communicator
 from sherd.engine.buckets.bucket import Bucket
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.checksum import checksum
@@ -125,19 +126,24 @@ class ParameterStore(ABC):
 
     def from_leader(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite tensors of this rank with rank 0's."""
-        tensors = list(tensors)
-        for tensor in tensors:
-            unexpand(tensor)
-        for handle in [self._comm.broadcast(tensor.detach()) for tensor in tensors]:
-            handle.wait()
+        take_from_leader(self._comm, tensors)
 
     def _move(self, expected: Holding, to: Holding) -> None:
         if self.state is not expected:
             raise SherdError(
-                f"rank {self._comm.rank}: parameters are {self.state.value} and cannot become {to.value}; expected "
+                f"rank {self._comm.number}: parameters are {self.state.value} and cannot become {to.value}; expected "
                 f"{expected.value}"
             )
         self.state = to
+
+
+def take_from_leader(comm: Communicator, tensors: Iterable[Tensor]) -> None:
+    """Overwrite tensors of this rank with those of rank 0 of `comm`. Collective."""
+    tensors = list(tensors)
+    for tensor in tensors:
+        unexpand(tensor)
+    for handle in [comm.broadcast(tensor.detach()) for tensor in tensors]:
+        handle.wait()
 
 
 def unexpand(tensor: Tensor) -> None:
