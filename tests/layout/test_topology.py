@@ -101,7 +101,7 @@ def test_push_sum_converges_to_the_true_mean_on_a_random_directed_graph(full, se
     check_matrix(rows, push_sum=True)
     mixing = Mixing.of(rows)
     start = np.random.default_rng(seed).normal(size=len(rows))
-    x, mass = list(start), [1.0] * len(rows)
+    x, mass = tuple(start), (1.0,) * len(rows)
     for _ in range(3000):
         x, mass = mixing.of_mass(x), mixing.of_mass(mass)
     assert sum(mass) == pytest.approx(len(rows)) and min(mass) > 0

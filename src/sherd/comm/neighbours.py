@@ -10,8 +10,9 @@ that it was. To the others it is sent.
     for theirs in neighbours.read(shown, sources): ...     the first tensor of every source, then the second
     neighbours.finish()
 
-Every rank must go through these calls in the same order, with targets and sources that fit together. Then ranks cannot
-wait for each other in a circle: each waits only for what others do before they wait in the same round.
+`mix` does the last three, and adds up what it reads. Every rank must go through these calls in the same order, with
+targets and sources that fit together. Then ranks cannot wait for each other in a circle: each waits only for what
+others do before they wait in the same round.
 """
 
 from __future__ import annotations
@@ -107,6 +108,31 @@ class Neighbours:
         for handle in self._sending:
             handle.wait()
         self._reading, self._sending = [], []
+
+    def mix(
+        self,
+        shown: Sequence[Shown],
+        into: Sequence[Tensor],
+        rows: Sequence[Mapping[int, float]],
+        targets: Collection[int],
+    ) -> None:
+        """Show tensors to these ranks, and write into each of `into` the sum of what is shown in its place, by this
+        rank too: `rows` has the weight of every rank. Added in rank order, so the bits are those of any transport."""
+        me = self._comm.rank
+        self.show(shown, targets)
+        parts = self.read(shown, [rank for rank in sorted(rows[0]) if rank != me] if rows else [])
+        for each, target, row in zip(shown, into, rows, strict=True):
+            exact = target.dtype.itemsize >= torch.float32.itemsize
+            total = target if exact else torch.empty_like(target, dtype=torch.float32)
+            for place, (rank, weight) in enumerate(sorted(row.items())):
+                part = each.own if rank == me else next(parts)
+                if place == 0:
+                    torch.mul(part.to(total.dtype), weight, out=total)
+                else:
+                    total.add_(part, alpha=weight)
+            if not exact:
+                target.copy_(total)
+        self.finish()
 
     def _receive(self, shown: Sequence[Shown], sources: Sequence[int]) -> Iterator[Tensor]:
         """What comes by message. One is under way while another is used."""

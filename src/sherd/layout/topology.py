@@ -49,9 +49,9 @@ class Mixing:
         """The others that take from a rank."""
         return [each for each, row in enumerate(self.rows) if rank in row and each != rank]
 
-    def of_mass(self, mass: Sequence[float]) -> list[float]:
+    def of_mass(self, mass: Sequence[float]) -> tuple[float, ...]:
         """What every rank holds after this round of what all of them held before."""
-        return [sum(weight * mass[rank] for rank, weight in row.items()) for row in self.rows]
+        return tuple(sum(weight * mass[rank] for rank, weight in row.items()) for row in self.rows)
 
     def rounded(self, bits: int) -> Mixing:
         """Weights that are multiples of 2^-bits, each column summing to exactly 1.
@@ -80,9 +80,18 @@ class Topology:
 
     rounds: tuple[Mixing, ...]
 
-    def at(self, number: int) -> Mixing:
-        """The round with this number, from 0."""
-        return self.rounds[number % len(self.rounds)]
+    def at(self, number: int, bits: int | None = None) -> Mixing:
+        """The round with this number, from 0; with `bits`, `rounded` to these."""
+        place = number % len(self.rounds)
+        if bits is None:
+            return self.rounds[place]
+        if (place, bits) not in self._rounded:
+            self._rounded[place, bits] = self.rounds[place].rounded(bits)
+        return self._rounded[place, bits]
+
+    @cached_property
+    def _rounded(self) -> dict[tuple[int, int], Mixing]:
+        return {}
 
     @property
     def world(self) -> int:
@@ -124,6 +133,18 @@ TOPOLOGIES: dict[str, Callable[[int], Topology]] = {
     "exponential": exponential,
     "one-peer-exponential": one_peer_exponential,
 }
+
+
+def topology_of(spec: str | Sequence[Sequence[float]], world: int) -> Topology:
+    """The topology of a name, or of a matrix, among so many ranks."""
+    if isinstance(spec, str):
+        return TOPOLOGIES[spec](world)
+    if len(spec) != world:
+        raise ConfigError(
+            f"the mixing matrix is for {len(spec)} ranks, but there are {world}; write one row and one column per "
+            f"rank, or a name: {', '.join(map(repr, TOPOLOGIES))}"
+        )
+    return Topology((Mixing.of(spec),))
 
 
 def _powers(world: int) -> list[int]:
