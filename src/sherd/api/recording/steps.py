@@ -74,7 +74,9 @@ class StepRecorder:
         self._sent = sent
         drift = engine.policy.drift
         if drift is not None:
-            fields["since_exchange"], fields["distance_squared"] = drift.since, drift.squared
+            fields["since_exchange"] = drift.since
+            if not drift.since and drift.squared is not None:
+                fields["distance_squared"] = drift.squared / engine.teams.count
         if self._layers is not None:
             fields["layers"] = self._layers.after(step, fields["lr"], skipped)
         if self._number:
