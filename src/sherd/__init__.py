@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         barrier,
         broadcast,
         clip_grad_norm_,
+        consensus,
         describe,
         distribute,
         full_grad,
@@ -49,7 +50,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
-    **dict.fromkeys(("clip_grad_norm_", "describe", "distribute", "full_grad", "full_parameters"), "sherd.api"),
+    **dict.fromkeys(
+        ("clip_grad_norm_", "consensus", "describe", "distribute", "full_grad", "full_parameters"), "sherd.api"
+    ),
     **dict.fromkeys(("log", "no_sync", "weigh"), "sherd.api"),
     **dict.fromkeys(("barrier", "broadcast", "gather", "is_main", "main_first", "mean", "print"), "sherd.api"),
     **dict.fromkeys(("progress", "rank", "seed", "world"), "sherd.api"),
@@ -80,6 +83,7 @@ __all__ = [
     "broadcast",
     "clip_grad_norm_",
     "comm",
+    "consensus",
     "describe",
     "distribute",
     "full_grad",

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import nn
 
 import sherd
-from sherd.engine.policy import StepContext
+from sherd.engine.policy import Drift, StepContext
+from sherd.errors import SherdError
 from sherd.strategies import Strategy, ZeRO, register
 from sherd.strategies.zero import Sharded
 from tests.helpers.training import batch, connected, distributed, network, same, sgd, train, weights
@@ -30,7 +32,9 @@ class TeamsPolicy(Sharded):
         super().after_update(s)
 
     def _meet(self, s: StepContext) -> None:
+        self.drift.since += 1
         if (s.step + 1) % EVERY == 0:
+            self.drift.since = 0
             for bucket in s.buckets:
                 s.across.all_reduce(bucket.values.owned, bucket.values.owned, op="mean").wait()
 
@@ -43,7 +47,9 @@ class TeamsOfTwo(Strategy):
 
     def policy(self, comm, device):
         inner = ZeRO(stage=2).policy(comm, device)
-        return TeamsPolicy(2, inner.home, inner.shard_over)
+        policy = TeamsPolicy(2, inner.home, inner.shard_over)
+        policy.drift = Drift()
+        return policy
 
 
 def run(spoilt=()):
@@ -115,3 +121,39 @@ def test_all_teams_start_from_and_load_rank_0s_values(ranks):
     for start, loaded in ranks(4).run(starting):
         same(start, dict(network(seed=0).named_parameters()))
         same(loaded, dict(network(seed=10).named_parameters()))
+
+
+def at_consensus():
+    """Ranks of two teams that differ: what each sees inside, and afterwards."""
+    with connected() as c:
+        model = nn.Sequential(network(), nn.BatchNorm1d(5))
+        model, optimizer = sherd.distribute(model, sgd(model), strategy="teams-of-two", comm=c)
+        for step in range(2):
+            train(model, optimizer, [batch(c.rank, step)])
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with sherd.consensus(model):
+            inside = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            with pytest.raises(SherdError, match=r"inside sherd\.consensus"):
+                optimizer.step()
+        after = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with pytest.raises(SherdError, match="would be lost"), sherd.consensus(model), torch.no_grad():
+            model[0][0].weight.add_(1)
+        described = sherd.describe(model)
+        train(model, optimizer, [batch(c.rank, 2)])
+        return before, inside, after, described, weights(model)
+
+
+def test_inside_consensus_every_rank_has_the_mean_of_all_teams(ranks):
+    by_rank = ranks(4).run(at_consensus)
+    befores, insides, afters, described, ends = zip(*by_rank, strict=True)
+    for name in befores[0]:
+        if befores[0][name].is_floating_point():
+            assert not torch.equal(befores[0][name], befores[2][name]), name
+            mean = (befores[0][name].double() + befores[2][name].double()) / 2
+            torch.testing.assert_close(insides[0][name].double(), mean, rtol=1e-6, atol=1e-7)
+    for rank in range(4):
+        same(insides[rank], insides[0], rank)
+        same(afters[rank], befores[rank], rank)
+        same(ends[rank], ends[0], rank)  # the third step is an exchange
+        assert "2 groups of 2 ranks train together" in described[rank]
+        assert "2 steps after the last exchange" in described[rank]

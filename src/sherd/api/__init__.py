@@ -8,7 +8,7 @@ Read `training` first: a whole step on one screen. Then a call of `distribute`, 
 from __future__ import annotations
 
 from sherd.api.distribution import distribute
-from sherd.api.functions import clip_grad_norm_, describe, full_grad, full_parameters, no_sync, weigh
+from sherd.api.functions import clip_grad_norm_, consensus, describe, full_grad, full_parameters, no_sync, weigh
 from sherd.api.helpers.bars import progress
 from sherd.api.helpers.coordination import barrier, broadcast, main_first, print
 from sherd.api.helpers.log import log
@@ -20,6 +20,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "clip_grad_norm_",
+    "consensus",
     "describe",
     "distribute",
     "full_grad",

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from sherd.api.training import Training
 from sherd.comm.counters import Counters, summed
+from sherd.engine.consensus import distance
 from sherd.engine.contents import Role, pieces
+from sherd.engine.engine import Engine
 from sherd.engine.policy import AccumulateAt, Owns
 
 
@@ -19,8 +21,9 @@ def described(training: Training) -> str:
     owned_bytes = {role.value: 0 for role in Role}
     for piece in pieces(engine):
         owned_bytes[piece.role.value] += piece.tensor.nbytes
-    with comm.counters.agreeing(), comm.counters.between_steps():
-        everybody, added, owners = zip(*comm.all_gather_object((mine, coming, owned_bytes)), strict=True)
+    everyone = engine.teams.everyone
+    with everyone.counters.agreeing(), everyone.counters.between_steps():
+        everybody, added, owners = zip(*everyone.all_gather_object((mine, coming, owned_bytes)), strict=True)
     largest = max((bucket.numel for bucket in layout.buckets), default=0)
     owned = sum(bucket.slice_numel for bucket in layout.buckets)
     frozen = sum(member.entry.numel for bucket in engine.buckets.frozen for member in bucket.members)
@@ -32,7 +35,8 @@ def described(training: Training) -> str:
         f"strategy   {training.strategy.name}: parameters {policy.home.value}, gradients {policy.keeps.value}, "
         f"accumulated at the {policy.accumulate_at.value}",
         *_accumulation(training),
-        f"ranks      {comm.world} over {comm.transport}",
+        f"ranks      {engine.teams.everyone.world} over {engine.teams.everyone.transport}",
+        *_teams(engine),
         f"model      {layout.numel:,} trainable elements in {len(layout.entries)} parameters, "
         f"{layout.padded_numel:,} with padding; {frozen:,} frozen",
         f"shards     {shard}",
@@ -45,6 +49,17 @@ def described(training: Training) -> str:
         lines.append(f"  optimizer state: as it will be after the first step, which adds {sum(added):,} on all ranks")
     lines.append("of these, what each rank owns, and writes into checkpoints; without padding and copies:")
     return "\n".join([*lines, *_rows(owned_bytes, owners, layout.numel)])
+
+
+def _teams(engine: Engine) -> Iterator[str]:
+    """Who trains together, and how far the teams are from each other. Collective, where there are several."""
+    teams, drift = engine.teams, engine.policy.drift
+    if teams.count == 1:
+        return
+    alone = teams.team.world == 1
+    who = "every rank trains alone" if alone else f"{teams.count} groups of {teams.team.world} ranks train together"
+    since = "" if drift is None else f", {drift.since} steps after the last exchange"
+    yield f"teams      {who}; this one is {distance(engine):.3g} from the consensus{since}"
 
 
 def _rows(mine: Mapping[str, int], everybody: Sequence[Mapping[str, int]], numel: int) -> Iterator[str]:

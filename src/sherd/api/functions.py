@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sherd.api.description import described
 from sherd.api.members import engine_of
 from sherd.api.training import training_of
+from sherd.engine.consensus import consensus as engine_consensus
 from sherd.engine.gradients.sharded_gradient import ShardedGradient
 from sherd.errors import ConfigError
 
@@ -75,6 +76,17 @@ def full_parameters(model: nn.Module) -> Iterator[None]:
     engine = engine_of(model)
     engine.torn.refuse("full_parameters")
     with engine.unchanged.editing(model, compare=True):
+        yield
+
+
+@contextmanager
+def consensus(model: nn.Module) -> Iterator[None]:
+    """Inside, all ranks have the same parameters and buffers: the mean over all ranks, to evaluate or to save.
+
+    Under strategies that average parameters now and then, ranks differ between exchanges; at the end each rank has its
+    own values again. Under all others it changes nothing. Collective.
+    """
+    with engine_consensus(training_of(model).engine):
         yield
 
 

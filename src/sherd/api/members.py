@@ -11,6 +11,7 @@ imported after the last `distribute` is not seen here; the next backward finds t
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack
@@ -28,7 +29,11 @@ from sherd.engine.parameters.gathered.on_use import plain_copies
 from sherd.errors import ConfigError
 from sherd.patches import foreign, module_state, pickling
 
+log = logging.getLogger("sherd")
+
 _engines: MutableMapping[nn.Module | nn.Parameter, weakref.ref[Engine]] = WeakIdKeyDictionary()
+
+_said: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines of which it was said that teams differ
 
 _ALONE = (
     "Where parameters are gathered on use, model.state_dict() is collective: call it on every rank, and save it on one"
@@ -106,6 +111,7 @@ def _save(module: nn.Module, original: Callable[[], Any]) -> Any:
         engine.torn.refuse("model.state_dict()")
     state = original()
     for engine in engines:
+        _say_whose(engine)
         if not engine.store.whole:
             with labelled(f"state_dict() after step {engine.steps}", _ALONE):
                 # Or the call of a single rank might match another gather or a barrier on the others.
@@ -113,6 +119,23 @@ def _save(module: nn.Module, original: Callable[[], Any]) -> Any:
                     engine.comm.all_gather(torch.zeros(1), what="state_dict()").wait()
                 plain_copies(state)
     return state
+
+
+def _say_whose(engine: Engine) -> None:
+    """Say once that teams differ, if they do: `state_dict` is then one team's."""
+    drift = engine.policy.drift
+    if drift is None or not drift.since or engine.at_consensus or engine in _said:
+        return
+    _said.add(engine)
+    whose = "this rank's weights" if engine.comm.world == 1 else "the weights of this rank's group"
+    log.warning(
+        "rank %d: state_dict() has %s, %d step%s after the last exchange of parameters; save inside "
+        "`with sherd.consensus(model):` to have those of all ranks together",
+        engine.comm.number,
+        whose,
+        drift.since,
+        "s" * (drift.since > 1),
+    )
 
 
 # ---------------------------------------------------------------- optimizers and wrappers that were not passed

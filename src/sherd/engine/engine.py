@@ -104,6 +104,8 @@ class Engine:
         self.torn = parts.torn
         self.summed = parts.summed
         self.state = State.READY
+        self.at_consensus = False
+        """Whether parameters have the values of all teams together, for a while (see `consensus`)."""
         self.measures = False
         """Whether norms are wanted even where nothing is clipped or checked."""
         self._options = options
@@ -230,8 +232,9 @@ class Engine:
         ready: buffers are shared, and it is clipped once.
         """
         self.torn.refuse("step()")
-        if self.unchanged.lent:
-            raise SherdError(f"rank {self.comm.number}: step() inside full_parameters; leave it first")
+        if self.unchanged.lent or self.at_consensus:
+            where = "full_parameters" if self.unchanged.lent else "sherd.consensus"
+            raise SherdError(f"rank {self.comm.number}: step() inside {where}; leave it first")
         if not gradient.window.advance():
             return False
         self.unchanged.check_kinds(closely=False)  # first: gradients would have to fit too
@@ -249,9 +252,13 @@ class Engine:
     def _share_buffers(self, step: int) -> None:
         """Make buffers equal: in all teams, where those meet at this step, else in this one."""
         if self.policy.shares_buffers(step):
-            self._share_buffers_with[self.teams.everyone].sync(self.steps)
+            self.share_buffers_of_all()
         elif self.policy.exchanges(step):
             self._share_buffers_with[self.comm].sync(self.steps)
+
+    def share_buffers_of_all(self) -> None:
+        """Make the buffers of all teams equal. Collective."""
+        self._share_buffers_with[self.teams.everyone].sync(self.steps)
 
     def _steps_first(self, gradient: Gradient) -> bool:
         """Whether no other optimizer has stepped from this gradient yet."""
@@ -272,8 +279,8 @@ class Engine:
     @contextmanager
     def updating(self, gradient: Gradient) -> Iterator[Update]:
         """The parameters of an optimizer may be updated by their owners inside."""
-        update = Update()
-        with self._changing(gradient, update) as s:
+        update, s = Update(), self._context(gradient)
+        with self.changing(s, gradient.label, update):
             self.path.lend(s.buckets)
             self.policy.before_update(s)
             update.run, update.begun = partial(self.policy.update, s), True
@@ -283,27 +290,29 @@ class Engine:
         gradient.steps += 1
         self._end_step(gradient)
 
-    @contextmanager
-    def _changing(self, gradient: Gradient, update: Update) -> Iterator[StepContext]:
-        """The parameters of an optimizer change inside, by its step or by what teams exchange."""
-        self.unchanged.check()
+    def _context(self, gradient: Gradient) -> StepContext:
         shard = None if gradient.optimizer is None else self.shards[gradient.optimizer]
-        s = StepContext(gradient.calls, self.teams, self.buckets.of(gradient.optimizer), self.store, shard)
-        meets = self.path is self.summed or self.policy.exchanges(s.step)
-        with labelled(gradient.label):
+        return StepContext(gradient.calls, self.teams, self.buckets.of(gradient.optimizer), self.store, shard)
+
+    @contextmanager
+    def changing(self, s: StepContext, label: str, update: Update) -> Iterator[None]:
+        """Parameters change inside: by a step of an optimizer, or by what teams exchange."""
+        self.unchanged.check()
+        meets = self.path is self.summed or self.teams.count > 1 or self.policy.exchanges(s.step)
+        with labelled(label):
             if self.unchanged.compares and meets:
                 # This also waits until no rank reads what is about to be updated.
                 several = [each.label for each in self.gradients] if len(self.gradients) > 1 else ()
-                self.unchanged.compare_if_any(f"before the update of {gradient.label}", several, gradient.label)
+                self.unchanged.compare_if_any(f"before the update of {label}", several, label)
             self.move(State.UPDATING)
             try:
-                yield s
+                yield
             except BaseException as error:
                 self.store.abandon()
                 torn = update.begun or self.unchanged.touched()
                 self.move(State.BROKEN if torn else State.READY)
                 if torn:
-                    self.torn.tear(gradient.label, error)
+                    self.torn.tear(label, error)
                 raise
             self.move(State.READY)
         self.unchanged.accept()
@@ -322,7 +331,8 @@ class Engine:
 
     def _skip(self, gradient: Gradient) -> None:
         if self.teams.count > 1:  # the others may be waiting at this step
-            with self._changing(gradient, Update()) as s:
+            s = self._context(gradient)
+            with self.changing(s, gradient.label, Update()):
                 self.policy.skipped(s)
         gradient.skipped += 1
         self._end_step(gradient)

@@ -71,6 +71,16 @@ class AccumulateAt(enum.Enum):
     """where the sum is kept: ranks exchange after every backward"""
 
 
+@dataclass
+class Drift:
+    """How far the teams of a policy are from each other."""
+
+    since: int = 0
+    """real `step()` calls since they last exchanged parameters, skipped ones included"""
+    squared: float | None = None
+    """the squared distance, just before that exchange, of what this rank owns from its mean over the teams"""
+
+
 @dataclass(frozen=True)
 class StepContext:
     """One update."""
@@ -109,6 +119,9 @@ class ExchangePolicy:
     """how many ranks make a group that shards one copy of the parameters; None: all"""
     bucket_bytes: int | None = None
     """the size of a bucket, unless the user says; None: as fits the model"""
+
+    drift: Drift | None = None
+    """kept by a policy whose teams differ between exchanges"""
 
     def join(self, teams: Teams, buckets: BucketList) -> None:
         """The engine is about to train these buckets. Collective."""
@@ -150,6 +163,15 @@ class ExchangePolicy:
 
     def skipped(self, s: StepContext) -> None:
         """The gradient of this step is not finite, so nothing was updated."""
+
+    def agree_values(self, s: StepContext) -> None:
+        """Overwrite what this rank owns with the consensus of all teams: their mean, unless a policy knows better.
+
+        Collective. The store is acquired before, and published afterwards.
+        """
+        owned = [bucket.values.owned for bucket in s.buckets]
+        for handle in [s.across.all_reduce(each, each, op="mean") for each in owned]:
+            handle.wait()
 
     def loaded(self, buckets: BucketList) -> None:
         """Parameters were loaded: all ranks have rank 0's values of them. Collective."""

@@ -45,6 +45,7 @@ class StepRow:
     closure_loss: float | None
     root: float | None  # mean of the roots of its backwards
     norm: float | None
+    distance: float | None  # of the ranks from their consensus, just before they exchanged parameters
     lr: tuple[float | None, ...]
     samples: int | None
     skipped: bool
@@ -208,6 +209,7 @@ def merge(
         closure_loss=_mean_over_ranks("loss", list(each.values())),
         root=_mean_over_ranks("root", list(each.values())),
         norm=_root_of_sum([fields.get("norm_squared") for fields in each.values()]) if whole else None,
+        distance=_root_of_sum([fields.get("distance_squared") for fields in each.values()]) if whole else None,
         lr=next((tuple(fields["lr"]) for fields in each.values() if fields.get("lr")), ()),
         samples=total(fields.get("samples") for fields in each.values()),
         skipped=any(bool(fields.get("skipped")) for fields in each.values()),

@@ -29,6 +29,8 @@ def columns(row: StepRow) -> dict[str, float | int | None]:
     named |= {f"seconds.{phase}": value for phase, value in row.seconds.items()}
     named |= {f"bytes.{kind}": value for kind, value in row.bytes.items()}
     named |= {f"memory.{kind}": value for kind, value in row.held.sums().items()}
+    if row.distance is not None:
+        named["distance"] = row.distance
     if resident := row.host_resident:
         named["resident"] = sum(resident.values())
     return named | {

@@ -74,6 +74,13 @@ def step_time(runs: Sequence[Run]) -> Panel | None:
     return _panel("Seconds per step", "Of the slowest rank.", data, axis(**usual_range(durations)), log=True)
 
 
+def distance(runs: Sequence[Run]) -> Panel | None:
+    """How far ranks were from their consensus when they exchanged parameters."""
+    data = _curves(runs, "distance", lambda row: row.distance)
+    text = "Root mean square over the ranks, or groups, that train apart, just before they exchanged parameters."
+    return _panel("Distance from the consensus", text, data, axis())
+
+
 def norm(runs: Sequence[Run]) -> Panel | None:
     """The norm of the whole gradient."""
     data = _curves(runs, "norm", lambda row: row.norm, smooth=True)

@@ -18,7 +18,7 @@ def sections(runs: Sequence[Run]) -> list[Section]:
     memory = _each(runs, stacks.memory_by_host, stacks.memory_by_rank)
     listed = [
         Section("Learning", _there([curves.loss(runs), *curves.figures(runs)])),
-        Section("Optimization", _there([curves.norm(runs), curves.learning_rate(runs)])),
+        Section("Optimization", _there([curves.norm(runs), curves.distance(runs), curves.learning_rate(runs)])),
         Section("Speed", _there([curves.throughput(runs), curves.step_time(runs)])),
         Section("Where the time goes", [_widened(time[0]), *time[1:]] if len(runs) == 1 and time else time, columns),
         Section("Memory", [*memory, *map(_widened, _there([curves.resident(runs)]))], columns),

@@ -57,6 +57,7 @@ class StepRecorder:
     def _emit(self, loss: Any, skipped: bool) -> None:
         (tally, seconds), sent, step = self._reader.read(), self._bytes(), self._steps
         self._steps += 1
+        engine = self._training.engine
         fields: dict[str, Any] = {
             "loss": _number(loss),
             "root": self._root(tally),
@@ -67,9 +68,15 @@ class StepRecorder:
             "resident": self._resident.read(),
             "skipped": skipped,
             "lr": [_number(group.get("lr")) for group in self._optimizer.param_groups],
-            "norm_squared": self._gradient.own_squared(self._training.engine.buckets.of(self._optimizer)),
+            # Each team has a gradient of its own; readers add up those of all ranks.
+            "norm_squared": self._gradient.own_squared(engine.buckets.of(self._optimizer)) / engine.teams.count,
         }
         self._sent = sent
+        drift = engine.policy.drift
+        if drift is not None:
+            fields["since_exchange"] = drift.since
+            if not drift.since and drift.squared is not None:
+                fields["distance_squared"] = drift.squared / engine.teams.count
         if self._layers is not None:
             fields["layers"] = self._layers.after(step, fields["lr"], skipped)
         if self._number:

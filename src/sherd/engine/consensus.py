@@ -1,0 +1,80 @@
+"""The consensus of all teams, for a while: what evaluation and saving should see where teams train apart.
+
+Every rank keeps its own values aside, takes the consensus, and takes its own back at the end. Parameters must not be
+changed in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sherd.engine.engine import Engine, Update
+from sherd.engine.policy import StepContext
+from sherd.errors import SherdError
+
+Kept = list[tuple[Tensor, Tensor]]
+"""Tensors, each with a copy of what it had."""
+
+
+@contextmanager
+def consensus(engine: Engine) -> Iterator[None]:
+    """Inside, parameters and buffers are the same on all ranks. Collective, at both ends."""
+    if engine.teams.count == 1 or engine.at_consensus:
+        yield
+        return
+    engine.torn.refuse("sherd.consensus")
+    if engine.unchanged.lent:
+        raise SherdError(f"rank {engine.comm.number}: sherd.consensus inside full_parameters; leave that first")
+    s = StepContext(engine.steps, engine.teams, engine.buckets.buckets, engine.store, None)
+    engine.unchanged.check()
+    mine, buffers = _copies(bucket.values.owned for bucket in s.buckets), _copies(engine.inventory.buffers)
+    with engine.teams.everyone.counters.between_steps():
+        _replace(engine, s, "the beginning of sherd.consensus", partial(engine.policy.agree_values, s))
+        engine.share_buffers_of_all()
+    engine.at_consensus = True
+    try:
+        yield
+        if engine.unchanged.touched():
+            raise SherdError(
+                f"rank {engine.comm.number}: parameters were changed inside sherd.consensus, and would be lost at its "
+                f"end; change them outside"
+            )
+    finally:
+        engine.at_consensus = False
+        with engine.teams.everyone.counters.between_steps():
+            _replace(engine, s, "the end of sherd.consensus", partial(_put_back, mine))
+        _put_back(buffers)
+
+
+def distance(engine: Engine) -> float:
+    """How far this rank's team is from the consensus: the 2-norm of the difference, over all parameters. Collective."""
+    mine = _copies(bucket.values.owned for bucket in engine.buckets.buckets)
+    with consensus(engine):
+        squared = sum(float((now - before).double().square().sum()) for now, before in mine)
+    share = 1 if engine.store.updates_slices else engine.comm.world  # without slices, every rank has all of it
+    with engine.comm.counters.agreeing():
+        total = engine.comm.all_reduce(torch.tensor([squared / share], dtype=torch.float64)).wait()
+    return float(total.sqrt())
+
+
+def _replace(engine: Engine, s: StepContext, label: str, change: Callable[[], None]) -> None:
+    """Change what this rank owns, and show it to the other ranks of its team."""
+    with engine.changing(s, label, Update()), torch.no_grad():
+        s.store.acquire(s.buckets)
+        change()
+        s.store.publish(s.buckets)
+
+
+def _copies(tensors: Iterable[Tensor]) -> Kept:
+    return [(tensor.detach(), tensor.detach().clone()) for tensor in tensors]
+
+
+def _put_back(kept: Kept) -> None:
+    with torch.no_grad():
+        for tensor, before in kept:
+            tensor.copy_(before)
