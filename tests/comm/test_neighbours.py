@@ -27,7 +27,10 @@ def gossip(transport, name, lags=()):
     random.seed(1)
     with connected(transport) as c:
         graph, neighbours = TOPOLOGIES[name](c.world), Neighbours(c, CPU)
-        rooms = {dtype: neighbours.room(SIZES, dtype) for dtype in (torch.float32, torch.float64)}
+        like = [torch.empty(size, dtype=dtype) for size in SIZES for dtype in (torch.float32, torch.float64)]
+        made = neighbours.room(like)
+        assert [each.own.dtype for each in made] == [tensor.dtype for tensor in like]
+        rooms = {torch.float32: made[::2], torch.float64: made[1::2]}
         start, payloads = c.counters.total().payload, []
         for number in range(ROUNDS):
             mixing = graph.at(number)
@@ -75,7 +78,7 @@ def leaves(transport):
     """Rank 0 leaves after its round; rank 1 reads later. Then it needs rank 0 once more."""
     with connected(transport, timeout=20.0) as c:
         neighbours = Neighbours(c, CPU)
-        shown = neighbours.room([200_000], torch.float32)
+        shown = neighbours.room([torch.empty(200_000)])
         shown[0].own.fill_(c.rank + 1.0)
         if c.rank == 1 and transport == "host":
             time.sleep(0.5)

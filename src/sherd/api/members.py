@@ -124,7 +124,7 @@ def _save(module: nn.Module, original: Callable[[], Any]) -> Any:
 def _say_whose(engine: Engine) -> None:
     """Say once that teams differ, if they do: `state_dict` is then one team's."""
     drift = engine.policy.drift
-    if drift is None or not drift.since or engine.at_consensus or engine in _said:
+    if drift is None or not (drift.since or drift.partial) or engine.at_consensus or engine in _said:
         return
     _said.add(engine)
     whose = "this rank's weights" if engine.comm.world == 1 else "the weights of this rank's group"

@@ -3,7 +3,7 @@
 Neighbours on one host read each other's memory where it is: a message of one byte says that it may be read, another
 that it was. To the others it is sent.
 
-    shown = neighbours.room([1000, 24], torch.float32)     once; collective among the ranks of a host
+    shown = neighbours.room([weight, bias])                once; collective among the ranks of a host
     neighbours.wait_until_read()                           nobody needs the old values any more
     for each in shown: each.own.copy_(...)
     neighbours.show(shown, targets)
@@ -59,16 +59,22 @@ class Neighbours:
         """What this rank allocated."""
         return self._allocated + sum(room.nbytes for room in self._inbox)
 
-    def room(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Shown]:
-        """Memory for tensors of these sizes. Collective among the ranks of a host."""
+    def room(self, tensors: Sequence[Tensor]) -> list[Shown]:
+        """Memory for flat tensors like these. Collective among the ranks of a host."""
+        made: dict[torch.dtype, Iterator[Shown]] = {}
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            made[dtype] = self._room([tensor.numel() for tensor in tensors if tensor.dtype == dtype], dtype)
+        return [next(made[tensor.dtype]) for tensor in tensors]
+
+    def _room(self, sizes: list[int], dtype: torch.dtype) -> Iterator[Shown]:
         numel, rank = sum(sizes), self._comm.rank
         self._allocated += numel * dtype.itemsize
         if len(self._near) > 1:
             buffers = dict(zip(self._near, self._comm.shared_buffers(numel, dtype=dtype), strict=True))
         else:
             buffers = {rank: torch.zeros(numel, dtype=dtype, device=self._device)}
-        cut = {each: torch.split(buffer, list(sizes)) for each, buffer in buffers.items()}
-        return [Shown(cut[rank][i], {each: parts[i] for each, parts in cut.items()}) for i in range(len(sizes))]
+        cut = {each: torch.split(buffer, sizes) for each, buffer in buffers.items()}
+        return iter([Shown(cut[rank][i], {each: parts[i] for each, parts in cut.items()}) for i in range(len(sizes))])
 
     def wait_until_read(self) -> None:
         """Return when what was shown may be overwritten."""

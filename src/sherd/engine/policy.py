@@ -79,6 +79,8 @@ class Drift:
     """real `step()` calls since they last exchanged parameters, skipped ones included"""
     squared: float | None = None
     """the squared distance, just before that exchange, of what this rank owns from its mean over the teams"""
+    partial: bool = False
+    """whether an exchange only brings teams closer, so that they differ right after it too"""
 
 
 @dataclass(frozen=True)
@@ -175,3 +177,7 @@ class ExchangePolicy:
 
     def loaded(self, buckets: BucketList) -> None:
         """Parameters were loaded: all ranks have rank 0's values of them. Collective."""
+
+    def bytes(self) -> dict[str, int]:
+        """Bytes of what this policy keeps on this rank, by kind."""
+        return {}

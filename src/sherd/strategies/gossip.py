@@ -19,22 +19,22 @@ from sherd.config import at_least, one_of
 from sherd.engine.buckets.bucket import Bucket
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.parameters.mesh import Teams
-from sherd.engine.policy import ExchangePolicy, StepContext
+from sherd.engine.policy import Drift, ExchangePolicy, StepContext
 from sherd.layout.topology import TOPOLOGIES, check_matrix, read_matrix, topology_of
 from sherd.strategies.base import Strategy
+from sherd.strategies.local import Alone
 from sherd.strategies.registry import register
 
 
-class GossipPolicy(ExchangePolicy):
+class GossipPolicy(Alone):
     """Gradients stay on their rank; parameters are mixed with those of neighbours after an update."""
 
-    bucket_bytes = 256 << 10  # larger gradients are read where they are, as in a world of one
-
     def __init__(self, options: Gossip, device: torch.device) -> None:
-        self._options = options
-        self._device = device
+        self._options, self._device = options, device
         self._shown: dict[Bucket, Shown] = {}
-        self._masses: dict[Bucket, tuple[float, ...]] = {}  # of all ranks; none: 1 each
+        self._masses: dict[Bucket, tuple[float, ...]] = {}  # with push-sum, of all ranks; none: 1 each
+        self._begun: set[Bucket] = set()  # with push-sum, those whose shown memory has z_old
+        self.drift = Drift()
 
     def join(self, teams: Teams, buckets: BucketList) -> None:
         self._everyone = teams.everyone
@@ -48,9 +48,6 @@ class GossipPolicy(ExchangePolicy):
     def decide_together(self, step: int, teams: Teams) -> Communicator:
         return teams.everyone
 
-    def exchanges(self, step: int) -> bool:
-        return False
-
     def shares_buffers(self, step: int) -> bool:
         return self.sums(step)
 
@@ -59,56 +56,60 @@ class GossipPolicy(ExchangePolicy):
 
     def before_update(self, s: StepContext) -> None:
         super().before_update(s)
-        if self._options.push_sum and self._place(s.step)[1] == 0:  # from here on, updates are added to numerators
-            for bucket, shown in self._rooms(s.buckets):
+        if self._options.push_sum:
+            for bucket, shown in self._rooms([bucket for bucket in s.buckets if bucket not in self._begun]):
                 shown.own.copy_(bucket.values.whole)
+                self._begun.add(bucket)
 
     def after_update(self, s: StepContext) -> None:
-        number, place = self._place(s.step)
+        number, place = divmod(s.step - self._options.warmup, self._options.every)
         if number >= 0 and place == self._options.every - 1:
             self._mix(s, number)
+        self.drift = Drift(since=(place + 1) % self._options.every if number >= 0 else 0, partial=number >= 0)
         super().after_update(s)
 
     def skipped(self, s: StepContext) -> None:
         self.before_update(s)
         self.after_update(s)
 
+    def agree_values(self, s: StepContext) -> None:
+        for bucket in s.buckets:
+            self._numerators(bucket, s.across.rank, bucket.values.whole)
+        super().agree_values(s)
+
     def loaded(self, buckets: BucketList) -> None:
         self._masses.clear()  # all ranks have the same values now
 
-    def _place(self, step: int) -> tuple[int, int]:
-        """The round that this step leads to, from 0, and how many steps before it did."""
-        return divmod(step - self._options.warmup, self._options.every)
+    def bytes(self) -> dict[str, int]:
+        return {"neighbours": self._neighbours.bytes}
 
     def _mix(self, s: StepContext, number: int) -> None:
-        me, rooms, masses = s.across.rank, self._rooms(s.buckets), self._masses
-        ones = (1.0,) * s.across.world
+        me, rooms = s.across.rank, self._rooms(s.buckets)
         for bucket, shown in rooms:
-            if self._options.push_sum:
-                mass = masses.setdefault(bucket, ones)[me]
-                shown.own.mul_(mass - 1.0).add_(bucket.values.whole)
-            else:
-                shown.own.copy_(bucket.values.whole)
-        values = [bucket.values.whole for bucket, _ in rooms]
+            self._numerators(bucket, me, shown.own)
+        values = [bucket.values.whole for bucket in s.buckets]
         rounds = [self._topology.at(number, 53 if each.dtype == torch.float64 else 24) for each in values]
         targets = self._topology.at(number).targets(me)
         self._neighbours.mix([shown for _, shown in rooms], values, [each.rows[me] for each in rounds], targets)
         if self._options.push_sum:
-            mixed: dict[object, tuple[float, ...]] = {}  # nearly all buckets have the same masses
-            for (bucket, _), mixing in zip(rooms, rounds, strict=True):
-                key = (id(mixing), masses[bucket])
-                if key not in mixed:
-                    mixed[key] = mixing.of_mass(masses[bucket])
-                masses[bucket] = mixed[key]
-                bucket.values.whole.div_(masses[bucket][me])
+            for bucket, mixing in zip(s.buckets, rounds, strict=True):
+                self._masses[bucket] = mixing.of_mass(self._masses.get(bucket, (1.0,) * s.across.world))
+                bucket.values.whole.div_(self._masses[bucket][me])
+            self._begun.difference_update(s.buckets)
+
+    def _numerators(self, bucket: Bucket, rank: int, into: Tensor) -> None:
+        """What this rank mixes: its values, times its mass without what it added since the last mixing."""
+        whole, mass = bucket.values.whole, self._masses.get(bucket)
+        if mass is None:
+            into.copy_(whole)
+        else:
+            old = self._shown[bucket].own if bucket in self._begun else whole
+            torch.add(whole, old, alpha=mass[rank] - 1.0, out=into)
 
     def _rooms(self, buckets: Sequence[Bucket]) -> list[tuple[Bucket, Shown]]:
         """What each bucket shows, free to be overwritten. Those that were frozen until now get it here: collective."""
         new = [bucket for bucket in buckets if bucket not in self._shown]
-        for dtype in dict.fromkeys(bucket.values.whole.dtype for bucket in new):
-            alike = [bucket for bucket in new if bucket.values.whole.dtype == dtype]
-            rooms = self._neighbours.room([bucket.values.whole.numel() for bucket in alike], dtype)
-            self._shown.update(zip(alike, rooms, strict=True))
+        self._shown.update(zip(new, self._neighbours.room([each.values.whole for each in new]), strict=True))
         self._neighbours.wait_until_read()
         return [(bucket, self._shown[bucket]) for bucket in buckets]
 
