@@ -7,7 +7,7 @@ import torch
 
 import sherd
 from sherd.layout.topology import topology_of
-from tests.helpers.training import batch, connected, distributed, double, same, sgd, train, weights
+from tests.helpers.training import batch, connected, distributed, double, network, same, sgd, train, weights
 
 pytestmark = pytest.mark.ranks
 STEPS = 6
@@ -91,3 +91,97 @@ def test_push_sum_follows_numerators_and_masses(ranks):
         follows(by_rank, reference(3, options))
         for (ours, _), (theirs, _) in zip(by_rank, ranks(3).run(run, "c10d", options), strict=True):
             same(ours[-1], theirs[-1])
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_payload_is_that_of_the_degree(ranks, world):
+    size = 1024 * 8  # with padding
+    for name, options in CASES.items():
+        if "warmup" in options:
+            continue
+        degree = {"ring": min(world - 1, 2), "exponential": (world - 1).bit_length()}.get(name, 1)
+        expected = [degree * size if (step + 1) % options.get("every", 1) == 0 else 0 for step in range(STEPS)]
+        for transport in ("host", "c10d"):
+            for _, payloads in ranks(world).run(run, transport, options):
+                assert payloads == expected, (name, transport)
+
+
+def test_between_hosts_bits_are_the_same_and_only_neighbours_on_others_cost_anything(ranks, hosts):
+    for name, crossing in (("ring", [1] * STEPS), ("one-peer", [None, 1] * (STEPS // 2))):
+        across = hosts(2, 2).run(run, "cluster", CASES[name])
+        for (ours, payloads), (theirs, _) in zip(across, ranks(4).run(run, "host", CASES[name]), strict=True):
+            same(ours[-1], theirs[-1], name)
+            for payload, messages in zip(payloads, crossing, strict=True):
+                assert messages is None or payload == messages * 1024 * 8
+        if name == "one-peer":  # rank i gives to i + 1: two of four cross
+            assert sorted(payloads[0] for _, payloads in across) == [0, 0, 1024 * 8, 1024 * 8]
+
+
+def still(options, rounds, dtype, transport="host"):
+    """Rounds of nothing but mixing, from values that differ: what this rank has after each, and at the consensus."""
+    with connected(transport) as c:
+        model = network(dtype=dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model, optimizer = sherd.distribute(model, optimizer, strategy=sherd.Gossip(**options), comm=c)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(c.rank), dtype=dtype)
+        seen = []
+        for _ in range(rounds):
+            seen.append(torch.cat([p.detach().flatten().clone() for p in model.parameters()]))
+            train(model, optimizer, [batch(c.rank, dtype=dtype)])
+        with sherd.consensus(model):
+            agreed = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+        seen.append(torch.cat([p.detach().flatten().clone() for p in model.parameters()]))
+        return seen, agreed
+
+
+def test_mixing_alone_preserves_the_mean_and_contracts_as_the_matrix_says(ranks):
+    for name in ("ring", "exponential", "one-peer-exponential"):
+        by_rank = ranks(4).run(still, {"topology": name}, 7, torch.float64)
+        seen = torch.stack([torch.stack(seen) for seen, _ in by_rank], 1)  # round, rank, element
+        mean = seen[0].mean(0)
+        assert (seen.mean(1) - mean).abs().max() < 1e-13
+        distances = [float((each - mean).norm()) for each in seen]
+        if name == "one-peer-exponential":
+            assert distances[1] > 1 and distances[2] < 1e-13  # 2^2 ranks have the mean after 2 rounds
+        else:
+            rate = topology_of(name, 4).contraction
+            assert distances[7] / distances[6] == pytest.approx(rate, rel=1e-3) and rate == pytest.approx(1 / 3)
+        for _, agreed in by_rank:
+            assert (agreed - mean).abs().max() < 1e-13
+
+
+def test_in_single_precision_hundreds_of_rounds_of_thirds_neither_grow_nor_shrink(ranks):
+    by_rank = ranks(3).run(still, {"topology": "ring"}, 200, torch.float32)
+    first, last = (torch.stack([seen[place] for seen, _ in by_rank]).double().mean(0) for place in (0, -1))
+    growth = float((last * first).sum() / (first * first).sum() - 1)
+    assert abs(growth) < 1e-6  # with a third rounded to a float, it is 6e-6
+
+
+def test_push_sum_reaches_the_true_mean_where_plain_mixing_would_not(ranks):
+    options = {"topology": DIRECTED, "push_sum": True}
+    for transport in ("host", "c10d"):
+        by_rank = ranks(3).run(still, options, 60, torch.float64, transport)
+        mean = torch.stack([seen[0] for seen, _ in by_rank]).mean(0)
+        for seen, agreed in by_rank:
+            assert (seen[-1] - mean).abs().max() < 1e-12
+            assert (agreed - mean).abs().max() < 1e-12
+    half_way = ranks(3).run(still, options, 1, torch.float64)
+    values = torch.stack([seen[-1] for seen, _ in half_way])
+    assert (values.mean(0) - mean).abs().max() > 0.01  # the mean of what models see is not the consensus
+    for _, agreed in half_way:
+        assert (agreed - mean).abs().max() < 1e-13
+    within = ranks(3).run(still, {**options, "every": 4}, 6, torch.float64)
+    for _, agreed in within:
+        assert (agreed - mean).abs().max() < 1e-13
+
+
+def test_half_precision_is_mixed_in_single(ranks):
+    by_rank = ranks(3).run(still, {"topology": "ring"}, 1, torch.bfloat16)
+    starts = torch.stack([seen[0] for seen, _ in by_rank])
+    exact = starts.double().mean(0).bfloat16()
+    rounded_often = starts[0] / 3 + starts[1] / 3 + starts[2] / 3
+    assert (rounded_often != exact).double().mean() > 0.2
+    for seen, _ in by_rank:
+        assert (seen[1] != exact).double().mean() < 0.05
