@@ -28,7 +28,7 @@ train: $(READY_TO_TRAIN) ## train a small GPT on RANKS ranks (one per core, at m
 	$(BIN)/sherd train gpt --ranks $(RANKS) $(ARGS)
 
 quick: lint ## linters, types, layers and the tests that start no process: under 90 s on two cores
-	$(BIN)/python -m pytest -m '(pure or fake) and not fuzz' --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest -m '(pure or fake) and not fuzz' --numprocesses auto --dist loadfile --max-worker-restart 0
 
 test: lint unit ## linters, types, layers and all tests
 
@@ -39,7 +39,7 @@ lint: $(READY) ## ruff, mypy --strict and the layers
 	$(BIN)/lint-imports
 
 unit: $(READY) ## all tests
-	$(BIN)/python -m pytest -m 'not fuzz and not alone' --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest -m 'not fuzz and not alone' --numprocesses auto --dist loadfile --max-worker-restart 0
 	$(BIN)/python -m pytest -m 'alone and not fuzz'
 
 test-isa: $(READY) ## the bitwise tests as on weaker CPUs: with lower instruction sets; prints what took effect

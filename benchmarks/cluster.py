@@ -6,6 +6,9 @@ share its cores; whatever a host sends passes a token bucket at the link's rate.
 `MB sent` is what leaves the busiest host in a step, from its interface's own counters, headers and acknowledgements
 included. The wire's limit is how long the link takes for these bytes if it is never idle: no step of that contender
 can be shorter, nor can it be shorter than a step of `unconnected`, whose ranks do not communicate.
+
+`--averaging` measures those who exchange parameters every 50 steps beside those who exchange gradients in each
+(see `exchange_less`), by default at 100 Mbit/s, in about 15 minutes with two rounds.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import exchange_less
 from benchmarks.gpt import SIZES
 from benchmarks.training import RESULTS, WORKLOADS, Run, end_ranks_when_stopped, interleave, publish
-from benchmarks.training_contenders import CONTENDERS, chosen
+from benchmarks.training_contenders import CONTENDERS, EVERY, chosen
 from benchmarks.training_place import OnHosts
 from benchmarks.training_report import (
     LIMIT,
@@ -73,7 +77,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=2)
-    parser.add_argument("--megabits", type=int, default=MEGABITS, help=f"a second, of each link (default: {MEGABITS})")
+    parser.add_argument("--averaging", action="store_true", help="those who exchange parameters now and then")
+    speeds = f"(default: {MEGABITS}, {exchange_less.MEGABITS} with --averaging)"
+    parser.add_argument("--megabits", type=int, help=f"a second, of each link {speeds}")
     parser.add_argument("--size", choices=SIZES, default="33.7m")
     parser.add_argument("--workloads", choices=WORKLOADS, nargs="+", default=["A"])
     parser.add_argument("--rounds", type=int, default=3)
@@ -83,9 +89,11 @@ def main() -> None:
     parser.add_argument("--no-save", action="store_true", help=f"write nothing to {RESULTS.name}/")
     arguments = parser.parse_args()
     try:
-        names = chosen(arguments.only.split(",")) if arguments.only else NAMES
+        default = exchange_less.NAMES if arguments.averaging else NAMES
+        names = chosen(arguments.only.split(",")) if arguments.only else default
     except ValueError as error:
         parser.error(str(error))
+    arguments.megabits = arguments.megabits or (exchange_less.MEGABITS if arguments.averaging else MEGABITS)
     end_ranks_when_stopped()
     try:
         hosts = Hosts(arguments.hosts, ranks_per_host=arguments.ranks_per_host, rate=f"{arguments.megabits}mbit")
@@ -93,7 +101,19 @@ def main() -> None:
         print(f"no hosts to measure on: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     with hosts:
-        measure(hosts, names, arguments)
+        (measure_averaging if arguments.averaging else measure)(hosts, names, arguments)
+
+
+def measure_averaging(hosts: Hosts, names: list[str], arguments: argparse.Namespace) -> None:
+    count, per_host, size, megabits = arguments.hosts, arguments.ranks_per_host, arguments.size, arguments.megabits
+    console = Console(width=130, highlight=False)
+    run = Run(count * per_host, size, arguments.timeout, console, OnHosts(hosts, count, per_host))
+    measured = exchange_less.measure(run, names, arguments.rounds, arguments.steps)
+    where = f"{count} hosts x {per_host} ranks on {len(os.sched_getaffinity(0))} cores, {megabits} Mbit/s"
+    table = exchange_less.report(f"an exchange every {EVERY} steps, GPT {size}, {where}", run.ranks, measured)
+    saved = {"hosts": count, "ranks_per_host": per_host, "size": size, "megabits": megabits, "every": EVERY}
+    results = {name: asdict(one) for name, one in measured.items()}
+    publish("averaging", [table], saved | {"results": results, "failures": run.details}, console, not arguments.no_save)
 
 
 def measure(hosts: Hosts, names: list[str], arguments: argparse.Namespace) -> None:

@@ -106,7 +106,7 @@ def interleave(
             for workload in measured:
                 for name in order.sample(list(run.groups), len(run.groups)):
                     try:
-                        _turn(run.groups[name], workloads[workload], steps, measured[workload][name])
+                        take_turn(run.groups[name], workloads[workload], steps, measured[workload][name])
                     except GroupFailed as failure:
                         run.drop(name, failure)
     for by_name in measured.values():
@@ -115,7 +115,8 @@ def interleave(
     return measured
 
 
-def _turn(group: Group, shape: tuple[int, int], steps: int, measured: Measured) -> None:
+def take_turn(group: Group, shape: tuple[int, int], steps: int, measured: Measured) -> None:
+    """A step that is weighed, then steps that are timed."""
     peak = group.train_weighed(Train(*shape, steps=1))
     before = group.place.sent()
     trained = group.train(Train(*shape, steps=steps))

@@ -25,6 +25,7 @@ from torch.optim import AdamW, Optimizer
 from benchmarks.gpt import Gpt, cross_entropy
 
 RATE = 3e-4
+EVERY = 50  # steps between two exchanges of parameters, of those that exchange no gradients
 CORES = len(os.sched_getaffinity(0))
 Step = Callable[[Tensor, Tensor], Tensor]  # a batch in, its loss out; the model was updated
 Options = Mapping[str, Any]  # of AdamW
@@ -83,9 +84,11 @@ def _deepspeed(model: Gpt, options: Options, *, stage: int) -> Step:
     return step
 
 
-def _sherd(model: Gpt, options: Options, *, strategy: str) -> Step:
+def _sherd(model: Gpt, options: Options, *, strategy: str, **chosen: Any) -> Step:
+    """With `chosen` options, `strategy` is the name of its class."""
     sherd: Any = importlib.import_module("sherd")
-    model, optimizer = sherd.distribute(model, AdamW(model.parameters(), **options), strategy=strategy)
+    how = getattr(sherd, strategy)(**chosen) if chosen else strategy
+    model, optimizer = sherd.distribute(model, AdamW(model.parameters(), **options), strategy=how)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = model.loss(x, y)
@@ -125,6 +128,12 @@ def _of_sherd(strategy: str) -> Contender:
     return Contender(f"sherd {strategy}", partial(_sherd, strategy=strategy), package="sherd")
 
 
+def _averaging(title: str, **chosen: Any) -> Contender:
+    """The ranks of a host train together, and hosts meet every EVERY steps."""
+    build = partial(_sherd, strategy="DiLoCo", every=EVERY, over="hosts", **chosen)
+    return Contender(title, build, package="sherd")
+
+
 CONTENDERS = {
     "one-core": Contender("one process, one core", _alone, connected=False, whole=True),
     "all-cores": Contender("one process, all cores", _alone, connected=False, whole=True, threads=CORES),
@@ -139,6 +148,8 @@ CONTENDERS = {
     "sherd-zero1": _of_sherd("zero1"),
     "sherd-zero2": _of_sherd("zero2"),
     "sherd-zero3": _of_sherd("zero3"),
+    "sherd-diloco": _averaging("sherd diloco"),
+    "sherd-streaming": _averaging("sherd diloco, 4 fragments", fragments=4, delay=10),
     "torch-ddp-on-sherd": Contender("torch DDP on sherd", _torch_ddp, backend="sherd", package="sherd"),
     "fsdp2-on-sherd": Contender("torch FSDP2 on sherd", _fsdp2, backend="sherd", package="sherd"),
 }
@@ -156,5 +167,6 @@ def chosen(names: Iterable[str]) -> list[str]:
 
 
 def of_training() -> list[str]:
-    """All but those that `benchmarks.backend` and `benchmarks.resnet` have for themselves."""
-    return [key for key, contender in CONTENDERS.items() if contender.backend == "gloo" and key != "one-core"]
+    """All but those that `benchmarks.backend`, `benchmarks.resnet` and `benchmarks.cluster` have for themselves."""
+    others = ("one-core", "sherd-diloco", "sherd-streaming")
+    return [key for key, contender in CONTENDERS.items() if contender.backend == "gloo" and key not in others]
