@@ -30,7 +30,6 @@ class C10dHandle(Handle):
         self._breaking = breaking
         self._finished = finished
         self._failure: str | None = None
-        self.result = None
         with breaking():
             self._work: dist.Work | None = next(steps, None)
 
@@ -44,7 +43,6 @@ class C10dHandle(Handle):
     def wait(self) -> Tensor:
         self.complete()
         self._finished()
-        assert self.result is not None
         return self.result
 
     def done(self) -> bool:

@@ -43,7 +43,6 @@ class LaneOperation(Handle):
         self._first: Waitable | None = None
         self.error: BaseException | None = None
         self._failure: str | None = None  # its text, once it was raised
-        self.result = None
 
     def start(self) -> None:
         """Go as far as possible without waiting, before the operation is put on its lane."""
@@ -70,7 +69,6 @@ class LaneOperation(Handle):
     def wait(self) -> Tensor:
         self._watch(self._attempt)
         self._finished()
-        assert self.result is not None
         return self.result
 
     def done(self) -> bool:

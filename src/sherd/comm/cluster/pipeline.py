@@ -42,7 +42,6 @@ class ClusterOperation(Handle):
         self.started = 0
         self.finished = False
         self.needs: Sequence[Handle] = ()
-        self.result = None
 
     def is_met(self) -> bool:
         return all(handle.done() for handle in self.needs)
@@ -62,7 +61,6 @@ class ClusterOperation(Handle):
 
     def wait(self) -> Tensor:
         self._pipeline.complete(self)
-        assert self.result is not None
         return self.result
 
     def done(self) -> bool:
@@ -80,7 +78,6 @@ class ToldMessage(Handle):
     def __init__(self, inner: Handle, pipeline: Pipeline) -> None:
         self._inner = inner
         self._pipeline = pipeline
-        self.result = None
 
     def wait(self) -> Tensor:
         self._inner.result = self.result
