@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from torch import Tensor
 
@@ -21,27 +20,24 @@ from sherd.comm.handle import Handle
 from sherd.comm.waiting.side_thread import inside_the_backend
 from sherd.errors import CommClosed
 
-
-class Waitable(Protocol):
-    """A piece of the backend's work."""
-
-    def wait(self) -> object: ...
+Wait = Callable[[], object]
+"""Waits for a piece of the backend's work."""
 
 
 class LaneOperation(Handle):
     """An operation on a lane, such as a send or receive. `watch` waits for it and watches the peers."""
 
-    __slots__ = ("_failure", "_finished", "_first", "_steps", "_watch", "error", "over")
+    __slots__ = ("_errors", "_failure", "_finished", "_first", "_steps", "_watch", "over")
 
     def __init__(
-        self, steps: Iterator[Waitable], watch: Callable[[Callable[[float], bool]], None], finished: Callable[[], None]
+        self, steps: Iterator[Wait], watch: Callable[[Callable[[float], bool]], None], finished: Callable[[], None]
     ) -> None:
         self._steps = steps
         self._watch = watch
         self._finished = finished
         self.over = threading.Event()
-        self._first: Waitable | None = None
-        self.error: BaseException | None = None
+        self._first: Wait | None = None
+        self._errors: list[BaseException] = []  # one at most, until it is raised
         self._failure: str | None = None  # its text, once it was raised
 
     def start(self) -> None:
@@ -54,9 +50,9 @@ class LaneOperation(Handle):
         first, self._first = self._first, None
         with self._failing():
             if first is not None:
-                first.wait()
-            for work in self._steps:
-                work.wait()
+                first()
+            for wait in self._steps:
+                wait()
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -64,7 +60,7 @@ class LaneOperation(Handle):
         try:
             yield
         except BaseException as error:
-            self.error = error.with_traceback(None)  # which would keep the backend's work alive
+            self._errors.append(error.with_traceback(None))  # which would keep the backend's work alive
 
     def wait(self) -> Tensor:
         self._watch(self._attempt)
@@ -78,13 +74,9 @@ class LaneOperation(Handle):
         over = self.over.wait(seconds)
         if over and self._failure is not None:
             raise CommClosed(self._failure)
-        if over and self.error is not None:
-            error, self.error = self.error, None
-            self._failure = f"this message has failed already: {error}"
-            try:
-                raise error
-            finally:
-                del error  # its traceback holds this frame
+        if over and self._errors:
+            self._failure = f"this message has failed already: {self._errors[0]}"
+            raise self._errors.pop()
         return over
 
 

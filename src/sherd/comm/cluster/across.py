@@ -14,13 +14,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
+from sherd.comm.c10d.lanes import Wait
 from sherd.comm.c10d.slices import EXCHANGE_BYTES, as_bytes
-from sherd.comm.c10d.wire import Transfer, Wire
+from sherd.comm.c10d.wire import Wire
 from sherd.comm.codec import Codec, decoded, encode
 from sherd.comm.summation import combine
 from sherd.comm.waiting.faults import LinkBroken
@@ -33,27 +33,7 @@ KEPT_BUFFERS = 16  # two for each reduction: a host's sums, and those of the oth
 LARGE_ENOUGH = 1 << 16  # bytes; the allocator itself reuses smaller ones
 
 
-class Message:
-    """A message under way to or from rank `peer`."""
-
-    def __init__(self, start: Callable[[], Transfer], peer: int, waited_for: set[int]) -> None:
-        self._peer = peer
-        self._waited_for = waited_for
-        try:
-            self._work = start()
-        except RuntimeError as error:
-            raise LinkBroken(str(error), peer) from error
-
-    def wait(self) -> None:
-        self._waited_for.add(self._peer)
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise LinkBroken(str(error), self._peer) from error
-        self._waited_for.clear()
-
-
-Steps = Generator[Message, None, None]
+Steps = Generator[Wait, None, None]
 
 
 class BufferPool:
@@ -93,6 +73,24 @@ class Column:
         self.tree = SummationTree(self.hosts, 1)  # each part is the sum of a group already
         self.waited_for: set[int] = set()
 
+    def message(self, start: Callable[[Tensor, int, int], Wait], tensor: Tensor, h: int, tag: int) -> Wait:
+        """Start to send or receive a message to or from host h. If its connection breaks, the error names the rank."""
+        peer = self.ranks[h]
+        try:
+            wait = start(as_bytes(tensor), h, tag)
+        except RuntimeError as error:
+            raise LinkBroken(str(error), peer) from error
+
+        def wait_for_peer() -> None:
+            self.waited_for.add(peer)
+            try:
+                wait()
+            except RuntimeError as error:
+                raise LinkBroken(str(error), peer) from error
+            self.waited_for.clear()
+
+        return wait_for_peer
+
     def waiting_for(self) -> list[int]:
         """The rank whose message the lane waits for."""
         return list(self.waited_for)
@@ -122,7 +120,7 @@ class Across:
         pieces, longest = 2 if numel > width else 1, min(width, numel)
         room = self._column.pool.take(pieces * len(self._others) * longest, sums.dtype)
         arrived = room.view(pieces, len(self._others), longest)
-        under_way: deque[tuple[list[Tensor], Tensor, list[Message]]] = deque()
+        under_way: deque[tuple[list[Tensor], Tensor, list[Wait]]] = deque()
         for index, start in enumerate(range(0, numel, width)):
             stop = min(start + width, numel)
             parts = [row[start:stop] for row in sums]
@@ -168,20 +166,11 @@ class Across:
 
     # ---------------------------------------------------------------- parts
 
-    def _start(self, give: Sequence[Tensor], take: Sequence[Tensor], tag: int = 0) -> list[Message]:
-        wire, ranks, waited_for = self._column.wire, self._column.ranks, self._column.waited_for
+    def _start(self, give: Sequence[Tensor], take: Sequence[Tensor], tag: int = 0) -> list[Wait]:
+        column, tag = self._column, self._tag + tag
+        received = [column.message(column.wire.recv, take[h], h, tag) for h in self._others if take[h].numel()]
+        return received + [column.message(column.wire.send, give[h], h, tag) for h in self._others if give[h].numel()]
 
-        def receive(h: int) -> Transfer:
-            return wire.recv(as_bytes(take[h]), h, self._tag + tag)
-
-        def send(h: int) -> Transfer:
-            return wire.send(as_bytes(give[h]), h, self._tag + tag)
-
-        received = [h for h in self._others if take[h].numel()]
-        sent = [h for h in self._others if give[h].numel()]
-        messages = [Message(partial(receive, h), ranks[h], waited_for) for h in received]
-        return messages + [Message(partial(send, h), ranks[h], waited_for) for h in sent]
-
-    def _add(self, rows: list[Tensor], target: Tensor, messages: list[Message], op: str, count: int) -> Steps:
+    def _add(self, rows: list[Tensor], target: Tensor, messages: list[Wait], op: str, count: int) -> Steps:
         yield from messages
         combine(self._tree, rows, target, op, count)
