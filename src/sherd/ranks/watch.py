@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
+from sherd.comm.meeting.peers import describe_exit
 from sherd.ranks import worker
 from sherd.ranks.process import Rank
 
@@ -89,16 +89,6 @@ def watch(ranks: Sequence[Rank], timeout: float, grace: float, expected: Mapping
     for number in expected.keys() & outcome.answered:
         outcome.fail(number, f"returned, but expected_exits says that it {describe_exit(expected[number])}")
     return outcome
-
-
-def describe_exit(code: int) -> str:
-    """An exit code in words; as in multiprocessing, negative numbers are signals."""
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:  # a real-time signal has no name
-        return f"was killed by signal {-code}"
 
 
 def _sleep(ranks: Sequence[Rank], seconds: float) -> None:

@@ -218,7 +218,8 @@ def test_shared_memory_finds_the_segment_of_a_tensor():
 @pytest.mark.parametrize("collected", [False, True])
 def test_how_a_process_ended_is_known_where_the_kernel_tells(code, said, collected):
     child = subprocess.Popen([sys.executable, "-S", "-c", f"input(); {code}"], stdin=subprocess.PIPE)
-    peers = Peers({4: child.pid}, {4: os.pidfd_open(child.pid)})
+    peers = Peers()
+    peers.add(4, child.pid, os.pidfd_open(child.pid))
     assert peers.dead() == []
     child.stdin.write(b"\n")
     child.stdin.close()

@@ -15,17 +15,16 @@ _EXIT_CODE = 60  # offset of exit_code in struct pidfd_info
 
 
 class Peers:
-    """The processes of some ranks. Takes over the pidfds."""
+    """The processes of some ranks."""
 
-    def __init__(self, pids: dict[int, int], pidfds: dict[int, int]) -> None:
+    def __init__(self) -> None:
         self._pids: dict[int, int] = {}
         self._fds: dict[int, int] = {}
         self._rank_of: dict[int, int] = {}
         self._poll = select.poll()
-        for rank, pidfd in pidfds.items():
-            self.add(rank, pids[rank], pidfd)
 
     def add(self, rank: int, pid: int, pidfd: int) -> None:
+        """Watch a process; takes over its pidfd."""
         self._pids[rank] = pid
         self._fds[rank] = pidfd
         self._rank_of[pidfd] = rank
@@ -43,20 +42,14 @@ class Peers:
         status = _status_from_pidfd(self._fds[rank]) if rank in self._fds else None
         if status is None:
             status = _status_from_proc(self._pids[rank])
-        if status is None:
-            return "ended"
-        if os.WIFSIGNALED(status):
-            number, names = os.WTERMSIG(status), {each.value: each.name for each in signal.Signals}
-            return f"was killed by {names.get(number, f'signal {number}')}"
-        return f"exited with code {os.WEXITSTATUS(status)}"
+        return "ended" if status is None else describe_exit(os.waitstatus_to_exitcode(status))
 
     def renumbered(self, numbers: dict[int, int]) -> Peers:
         """Some of these processes under other numbers, with handles of their own."""
-        kept = {rank: new for rank, new in numbers.items() if rank in self._fds}
-        return Peers(
-            {new: self._pids[rank] for rank, new in kept.items()},
-            {new: os.dup(self._fds[rank]) for rank, new in kept.items()},
-        )
+        some = Peers()
+        for rank in numbers.keys() & self._fds.keys():
+            some.add(numbers[rank], self._pids[rank], os.dup(self._fds[rank]))
+        return some
 
     def close(self) -> None:
         for fd in self._fds.values():
@@ -64,6 +57,16 @@ class Peers:
         self._fds.clear()
         self._rank_of.clear()
         self._poll = select.poll()
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words; as in multiprocessing, negative numbers are signals."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"was killed by signal {-code}"
 
 
 def _status_from_pidfd(fd: int) -> int | None:

@@ -66,7 +66,7 @@ class Presence:
         self._before = (rank - 1) % world
         self._guard = guard
         self._namespaces = _namespaces()
-        self.peers = Peers({}, {})
+        self.peers = Peers()
         self._ended: dict[int, str] = {}
 
     def add(self, rank: int, hello: Hello) -> None:

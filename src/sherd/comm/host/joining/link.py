@@ -80,10 +80,13 @@ class Link:
         if self.is_leader:
             fds = [os.pidfd_open(os.getpid()), *map(self._handle, self.members[1:])]
         fds = self._distribute(fds, "pidfds", timeout, check)
-        index = self.members.index(self.rank)
-        os.close(fds[index])
-        others = [i for i in range(len(self.members)) if i != index]
-        return Peers({numbers[i]: self.cards[i].pid for i in others}, {numbers[i]: fds[i] for i in others})
+        peers = Peers()
+        for member, number, card, fd in zip(self.members, numbers, self.cards, fds, strict=True):
+            if member == self.rank:
+                os.close(fd)
+            else:
+                peers.add(number, card.pid, fd)
+        return peers
 
     def close(self) -> None:
         for sock in self._sockets.values():
