@@ -368,7 +368,7 @@ def test_a_forked_process_may_collect_a_group_that_it_inherited():
 
 COMING_BACK = """
 import time
-from sherd.comm.c10d.lanes import Lane, LaneOperation
+from sherd.comm.c10d.operations import Lane, LaneOperation
 
 def late():
     time.sleep({seconds})

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import struct
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -24,9 +24,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from sherd.comm.base import Communicator
-from sherd.comm.c10d.handle import C10dHandle
-from sherd.comm.c10d.lanes import Lane, LaneOperation, Wait, close_lanes
-from sherd.comm.c10d.slices import Slices, Steps, as_bytes
+from sherd.comm.c10d.operations import C10dHandle, Lane, LaneOperation, Steps, Wait, close_lanes
+from sherd.comm.c10d.slices import Slices, as_bytes
 from sherd.comm.c10d.watchdog import MOVE_EVERY, Attempt, Slow, TakeStance, Watchdog
 from sherd.comm.c10d.wire import COME_BACK, LINGER, Wire, over_group
 from sherd.comm.calls import Call, Site, call_site
@@ -88,7 +87,7 @@ class C10dCommunicator(Communicator):
         self._watchdog = Watchdog(place, seal, self.rank, self.names, peers, self.options, guard)
         take_part(self)
         # Called by close(), when nothing refers to this communicator any more, or at the end of the process.
-        self._leave = weakref.finalize(self, _leave, os.getpid(), self._watchdog, self._lanes, wire)
+        self._leave = weakref.finalize(self, leave, os.getpid(), self._lanes.values(), wire, self._watchdog.close)
 
     # ---------------------------------------------------------------- groups and life
 
@@ -354,11 +353,12 @@ class C10dCommunicator(Communicator):
             raise
 
 
-def _leave(pid: int, watchdog: Watchdog, lanes: dict[tuple[str, int], Lane], wire: Wire) -> None:
-    """Say goodbye and release everything. A forked child, such as a DataLoader worker, has nothing to release."""
+def leave(pid: int, lanes: Collection[Lane], wire: Wire, goodbye: Callable[[], None] = lambda: None) -> None:
+    """Say goodbye and release everything of process `pid`, once the operations on the lanes have had a moment to
+    complete. A forked child, such as a DataLoader worker, has nothing to release."""
     if os.getpid() == pid:
-        close_lanes(list(lanes.values()), 0.0 if wire.faulty else LINGER, wire.break_off, COME_BACK)
-        watchdog.close()
+        close_lanes(list(lanes), 0.0 if wire.faulty else LINGER, wire.break_off, COME_BACK)
+        goodbye()
         wire.close()
 
 

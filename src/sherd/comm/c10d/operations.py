@@ -1,4 +1,4 @@
-"""Sends and receives over a process group.
+"""Operations under way over a process group: collectives, and sends and receives.
 
 The backend moves a large message only while both ends wait for it, and only a wait shows that one is complete. So each
 direction to each peer is a *lane* with a thread of its own: its messages go through in order, and two ranks may send to
@@ -11,17 +11,73 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import torch.distributed as dist
 from torch import Tensor
 
 from sherd.comm.handle import Handle
 from sherd.comm.waiting.side_thread import inside_the_backend
 from sherd.errors import CommClosed
 
+Steps = Generator[dist.Work, None, None]
 Wait = Callable[[], object]
 """Waits for a piece of the backend's work."""
+
+
+class C10dHandle(Handle):
+    """An operation as a generator that yields each piece of the backend's work it needs completed before it goes on."""
+
+    __slots__ = ("_breaking", "_failure", "_finished", "_steps", "_wait", "_work")
+
+    def __init__(
+        self,
+        steps: Steps,
+        wait: Callable[[dist.Work], None],
+        breaking: Callable[[], AbstractContextManager[None]],
+        finished: Callable[[], None],
+    ) -> None:
+        self._steps = steps
+        self._wait = wait
+        self._breaking = breaking
+        self._finished = finished
+        self._failure: str | None = None
+        with breaking():
+            self._work: dist.Work | None = next(steps, None)
+
+    def complete(self) -> None:
+        """Go through all of it."""
+        while self._work is not None:
+            self._go_on()
+        if self._failure is not None:
+            raise CommClosed(self._failure)
+
+    def wait(self) -> Tensor:
+        self.complete()
+        self._finished()
+        return self.result
+
+    def done(self) -> bool:
+        while self._work is not None and self._work.is_completed():
+            self._go_on()
+        return self._work is None
+
+    def _go_on(self) -> None:
+        try:
+            with self._breaking():
+                work = self._work
+                assert work is not None
+                self._wait(work)
+                if self._work is work:  # it may have been moved on while this waited
+                    self._work = next(self._steps, None)
+        except BaseException as error:
+            # The backend's work keeps connections open, and the caller may keep this handle.
+            self._failure = f"this call has failed already: {error}"
+            self._work = None
+            raise
+        if self._work is None:
+            self._breaking = nullcontext  # drop the communicator, which may refer to this handle
 
 
 class LaneOperation(Handle):
