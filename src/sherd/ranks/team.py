@@ -9,8 +9,7 @@ from typing import Any
 from sherd.comm.meeting.peers import describe_exit
 from sherd.ranks import worker
 from sherd.ranks.process import Rank, Start, end
-from sherd.ranks.report import failure
-from sherd.ranks.watch import Outcome, watch
+from sherd.ranks.watch import Outcome, failure, watch
 
 
 class Team:
