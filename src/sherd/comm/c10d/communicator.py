@@ -102,7 +102,7 @@ class C10dCommunicator(Communicator):
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         self._check_group(ranks)
         self.site = call_site()
-        self._issue(Call("subgroup", f"subgroup({list(ranks)})"), 0, _no_steps).complete()
+        self._issue(Call("subgroup", f"subgroup({list(ranks)})"), 0, lambda: iter(())).complete()
         if self.rank not in ranks or len(ranks) == 1:
             return SoloCommunicator(self.options) if self.rank in ranks else None
         wire = self.watched(lambda: self.wire_among(ranks), ranks)
@@ -360,7 +360,3 @@ def leave(pid: int, lanes: Collection[Lane], wire: Wire, goodbye: Callable[[], N
         close_lanes(list(lanes), 0.0 if wire.faulty else LINGER, wire.break_off, COME_BACK)
         goodbye()
         wire.close()
-
-
-def _no_steps() -> Steps:
-    yield from ()

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from sherd.comm.handle import Handle
 from sherd.comm.waiting.side_thread import inside_the_backend
 from sherd.errors import CommClosed
 
-Steps = Generator[dist.Work, None, None]
+Steps = Iterator[dist.Work]
 Wait = Callable[[], object]
 """Waits for a piece of the backend's work."""
 

@@ -126,26 +126,23 @@ class HostCommunicator(Communicator):
         self._scheduler.fail(error)
 
     def shared_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        self.agree(f"shared_tensor({dtype}{list(shape)})").wait()
-        self._free_what_was_dropped()
-        numel = torch.Size(shape).numel()
-        block = self._share("tensor", numel * dtype.itemsize, keep=True)
-        owner = memoryview(block.memory)
-        self._memory.add(block, common=True, owner=owner)
-        return block.tensor(0, numel, dtype, owner).view(shape)
+        return self._allocate("tensor", shape, dtype, 1)[0]
 
     def backing(self, tensor: Tensor) -> Backing | None:
         return self._memory.backing(tensor)
 
     def shared_buffers(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        self.agree(f"shared_buffers({dtype}{list(shape)})").wait()
+        return self._allocate("buffers", shape, dtype, self.world)
+
+    def _allocate(self, what: str, shape: tuple[int, ...], dtype: torch.dtype, count: int) -> list[Tensor]:
+        self.agree(f"shared_{what}({dtype}{list(shape)})").wait()
         self._free_what_was_dropped()
-        numel = torch.Size(shape).numel()
+        common, numel = what == "tensor", torch.Size(shape).numel()
         stride = round_up(numel * dtype.itemsize, PAGE)
-        block = self._share("buffers", stride * self.world)
+        block = self._share(what, stride * count, keep=common)
         owner = memoryview(block.memory)
-        self._memory.add(block, common=False, owner=owner)
-        return [block.tensor(r * stride, numel, dtype, owner).view(shape) for r in range(self.world)]
+        self._memory.add(block, common, owner)
+        return [block.tensor(each * stride, numel, dtype, owner).view(shape) for each in range(count)]
 
     def _free_what_was_dropped(self) -> None:
         """Unmap shared memory in which no rank has tensors any more. All ranks call this, before they allocate: a rank

@@ -22,7 +22,7 @@ from sherd.comm.meeting import network
 from sherd.comm.meeting.guard import Guard, root_of, server_of
 from sherd.comm.meeting.meeting_place import several_hosts
 from sherd.comm.meeting.notes import FORGED, LAUNCHERS, Notes, printable
-from sherd.comm.meeting.presence import Hello, Presence
+from sherd.comm.meeting.peers import Hello, Presence
 from sherd.comm.trust.seal import Seal, seal_of_token
 from sherd.comm.waiting import faults
 from sherd.comm.waiting.patience import Stopwatch
@@ -110,11 +110,6 @@ class Handshake:
 
     # ---------------------------------------------------------------- its end
 
-    def close(self) -> None:
-        """The handshake is over. The guard and the handles of `presence` belong to whoever took them over."""
-        self._notes.close()
-        self._launchers.close()
-
     def let_go(self) -> None:
         """Close the guard and the handles, which nobody took over."""
         self.guard.close()
@@ -128,7 +123,9 @@ class Handshake:
             self._give_up(error)
         elif self.guard.door:
             self._notes.leave(f"through/{self.rank}", True)
-        self.close()
+        # The guard and the handles of `presence` belong to whoever took them over.
+        self._notes.close()
+        self._launchers.close()
 
     def _give_up(self, error: BaseException) -> None:
         if not isinstance(error, CommError):  # which was reported already, or comes from a report
