@@ -368,15 +368,14 @@ def test_a_forked_process_may_collect_a_group_that_it_inherited():
 
 COMING_BACK = """
 import time
-from sherd.comm.c10d.lanes import Lane, LaneOperation
+from sherd.comm.c10d.operations import Lane, LaneOperation
 
-class Late:
-    def wait(self):
-        time.sleep({seconds})
-        print("came back", flush=True)
+def late():
+    time.sleep({seconds})
+    print("came back", flush=True)
 
 lane = Lane("late")
-lane.add(LaneOperation(iter([Late()]), print, print))
+lane.add(LaneOperation(iter([late]), print, print))
 time.sleep(0.1)
 raise SystemExit(3)
 """

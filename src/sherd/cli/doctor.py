@@ -80,7 +80,7 @@ def _network() -> Facts:
 
 
 def _transport() -> Facts:
-    from sherd.comm.host.joining.support import unsupported_reason
+    from sherd.comm.host.joining.rendezvous import unsupported_reason
 
     reason = unsupported_reason()
     return {"transport": "host" if reason is None else "c10d", "host_unsupported": reason}

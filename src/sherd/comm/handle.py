@@ -20,7 +20,7 @@ class Handle(ABC):
     __slots__ = ("result",)
 
     #: What `wait()` returns; the communicator sets it before it hands the handle out.
-    result: Tensor | None
+    result: Tensor
     #: Whether `wait()` will return at once, as far as is known without checking.
     finished: bool = False
 
@@ -46,7 +46,6 @@ class Done(Handle):
         self.result = result
 
     def wait(self) -> Tensor:
-        assert self.result is not None
         return self.result
 
     def done(self) -> bool:
@@ -65,7 +64,6 @@ class CopyBack(Handle):
         self.result = result
 
     def wait(self) -> Tensor:
-        assert self.result is not None
         if self._inner is not None:
             self._inner.wait()
             self.result.detach().copy_(self._flat.view(self.result.shape))
@@ -86,7 +84,6 @@ class Together(Handle):
         self.result = result
 
     def wait(self) -> Tensor:
-        assert self.result is not None
         for part in self._parts:
             part.wait()
         return self.result

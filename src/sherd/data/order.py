@@ -10,7 +10,7 @@ import itertools
 import numbers
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,28 +23,6 @@ from sherd.errors import CommError, Diverged
 SAMPLES, BATCHES = 1 << 16, 1 << 12
 """How many samples, or batches of a batch sampler, are agreed on at a time: drawn in milliseconds, stored in half a
 megabyte, and exchanged so rarely that it costs nothing noticeable."""
-
-
-class Order(Protocol):
-    """What one process would read in an epoch, in pieces."""
-
-    def __iter__(self) -> Iterator[Sequence[Any]]: ...
-
-    def before(self, batch: int) -> None:
-        """Every rank is about to take its batch number `batch`, counted from 0."""
-
-
-class KnownOrder:
-    """An order that every rank knows by itself."""
-
-    def __init__(self, order: Sequence[Any]) -> None:
-        self._order = order
-
-    def __iter__(self) -> Iterator[Sequence[Any]]:
-        yield self._order
-
-    def before(self, batch: int) -> None:
-        pass
 
 
 class LeaderOrder:
@@ -74,7 +52,8 @@ class LeaderOrder:
         next(self._source, None)  # it may draw random numbers at its end
 
     def before(self, batch: int) -> None:
-        """Agree on everything that any rank may draw by then. Collective where another piece is due."""
+        """Every rank is about to take its batch number `batch`, counted from 0: agree on all that any of them may
+        draw by then. Collective where another piece is due."""
         while not self._ended and self._agreed < (batch + 1 + self._ahead) * self._size:
             self._agree()
 

@@ -7,7 +7,7 @@ states advance as rank 0's does, but use rank 0's order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import SequentialSampler
@@ -16,7 +16,7 @@ from sherd.comm import Communicator
 from sherd.data import order
 from sherd.data.dealing import Seat, deal, deal_whole, groups, iterations
 from sherd.data.iterable import rows
-from sherd.data.order import KnownOrder, LeaderOrder, Order
+from sherd.data.order import LeaderOrder
 from sherd.data.scheme import Epoch, ShardingScheme, length
 from sherd.errors import ConfigError
 
@@ -51,8 +51,9 @@ class DealtBatches:
     torch draws ahead of what it yields, so weights and counts wait here until their batches are yielded.
     """
 
-    def __init__(self, order: Order, batches: Iterator[DealtBatch]) -> None:
-        self._order = order
+    def __init__(self, batches: Iterator[DealtBatch], before: Callable[[int], None] = lambda batch: None) -> None:
+        """`before(n)` is called before the batch number `n` is taken."""
+        self._before = before
         self._batches = batches
         self._counts: deque[tuple[float, int | None]] = deque()
         self._taken = 0
@@ -66,7 +67,7 @@ class DealtBatches:
         return indices
 
     def take(self, draw: Callable[[], Any]) -> tuple[Any, float, int]:
-        self._order.before(self._taken)
+        self._before(self._taken)
         self._taken += 1
         try:
             batch = draw()
@@ -96,17 +97,16 @@ class Samples:
 
     def __iter__(self) -> DealtBatches:
         if type(self._sampler) is SequentialSampler:
-            known = KnownOrder(range(len(self._sampler)))
-            return DealtBatches(known, self._deal(known))
+            return DealtBatches(self._deal([range(len(self._sampler))]))  # which every rank knows by itself
         # torch's BatchSampler starts the sampler when asked for the first batch; without one torch starts it at once.
         # It matters because a sampler may draw random numbers when it starts.
         source = _begun_late(self._sampler) if self._batch else iter(self._sampler)
         most, size = order.SAMPLES, self._size
         agreed = LeaderOrder(self._comm, self._sampler, source, most=most, size=size, ahead=self.ahead)
-        return DealtBatches(agreed, self._deal(agreed))
+        return DealtBatches(self._deal(agreed), agreed.before)
 
-    def _deal(self, order: Order) -> Iterator[DealtBatch]:
-        for group in groups(order, self._size, self._drop_last):
+    def _deal(self, pieces: Iterable[Sequence[Any]]) -> Iterator[DealtBatch]:
+        for group in groups(pieces, self._size, self._drop_last):
             indices, weight = deal(group, self._seat)
             yield (indices, weight, len(indices)) if self._batch else (indices[0], weight, None)
 
@@ -126,10 +126,10 @@ class Batches:
     def __iter__(self) -> DealtBatches:
         source, most, size = iter(self._batch_sampler), order.BATCHES, self._comm.world
         agreed = LeaderOrder(self._comm, self._batch_sampler, source, most=most, size=size, ahead=self.ahead)
-        return DealtBatches(agreed, self._deal(agreed))
+        return DealtBatches(self._deal(agreed), agreed.before)
 
-    def _deal(self, order: Order) -> Iterator[DealtBatch]:
-        for piece, start, stop in groups(order, self._comm.world, drop_last=False):
+    def _deal(self, pieces: Iterable[Sequence[Any]]) -> Iterator[DealtBatch]:
+        for piece, start, stop in groups(pieces, self._comm.world, drop_last=False):
             batches = piece[start:stop]
             counts = [_samples_of(batch) for batch in batches]
             batch, weight = deal_whole(batches, counts, self._seat)
@@ -162,7 +162,7 @@ class _Drawn:
 
     def __iter__(self) -> DealtBatches:
         drawn = iter(self._sampler)  # now, as torch does: a sampler may draw random numbers
-        return DealtBatches(KnownOrder(()), ((indices, 1.0, _samples_of(indices)) for indices in drawn))
+        return DealtBatches((indices, 1.0, _samples_of(indices)) for indices in drawn)
 
     def __len__(self) -> int:
         return len(self._sampler)  # type: ignore[arg-type]  # as torch would ask it

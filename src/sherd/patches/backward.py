@@ -52,9 +52,7 @@ def install() -> None:
     _replacements.replace(torch.autograd, "backward", _wrapped)
 
 
-def uninstall() -> None:
-    """Restore torch's own. Listeners are no longer called."""
-    _replacements.restore()
+uninstall = _replacements.restore
 
 
 def record_with(record: Recorder) -> None:

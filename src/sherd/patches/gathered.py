@@ -44,8 +44,10 @@ Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _dispatch: Dispatch
 
 
-class GatheredView(Tensor):
-    """A tensor in the memory of a store."""
+class _Gathered:
+    """The methods of both kinds. A copy is plain."""
+
+    _plain: Callable[[], Any]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,30 +56,25 @@ class GatheredView(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copy = memo.get(id(self))
         if copy is None:
-            copy = memo[id(self)] = self.detach().clone()
+            copy = memo[id(self)] = self._plain()
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain: Any = self.detach().clone()
-        return plain.__reduce_ex__(protocol)
+        return self._plain().__reduce_ex__(protocol)
 
 
-class GatheredParameter(nn.Parameter):
-    """A parameter in the memory of a store. Copies of it are plain parameters."""
+class GatheredView(_Gathered, Tensor):
+    """A tensor in the memory of a store."""
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _dispatch(func, args, kwargs or {})
+    def _plain(self) -> Any:
+        return self.detach().clone()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copy = memo.get(id(self))
-        if copy is None:
-            copy = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-        return copy
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain: Any = nn.Parameter(self.detach().clone(), self.requires_grad)
-        return plain.__reduce_ex__(protocol)
+class GatheredParameter(_Gathered, nn.Parameter):
+    """A parameter in the memory of a store."""
+
+    def _plain(self) -> Any:
+        return nn.Parameter(self.detach().clone(), self.requires_grad)
 
 
 def install(dispatch: Dispatch, pin: Callable[[Any], None]) -> None:
@@ -88,9 +85,7 @@ def install(dispatch: Dispatch, pin: Callable[[Any], None]) -> None:
         _replacements.replace(module, name, functools.partial(_watched, pin))
 
 
-def uninstall() -> None:
-    """Restore torch's own."""
-    _replacements.restore()
+uninstall = _replacements.restore
 
 
 def gather_on_use(parameter: nn.Parameter, store: Any) -> None:

@@ -32,9 +32,7 @@ def install(notice: Callable[[], bool]) -> None:
     _replacements.replace(torch.amp.GradScaler, "scale", _marking)
 
 
-def uninstall() -> None:
-    """Restore torch's own."""
-    _replacements.restore()
+uninstall = _replacements.restore
 
 
 def scale_of(loss: Tensor) -> float | None:

@@ -95,9 +95,8 @@ def install(loader: DataLoader[Any], guide: Guide, sharded: bool) -> None:
     swap_class(loader, Sharded if sharded else Counted)
 
 
-def uninstall() -> None:
-    """Forget the classes that were made. Existing objects keep theirs."""
-    subclass.cache_clear()
+uninstall = subclass.cache_clear
+"""Forgets the classes that were made. Existing objects keep theirs."""
 
 
 def guide_of(loader: Any) -> Any:

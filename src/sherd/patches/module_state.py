@@ -33,9 +33,7 @@ def install(load: Load, save: Save) -> None:
     _replacements.replace(nn.Module, "state_dict", functools.partial(_saving, save))
 
 
-def uninstall() -> None:
-    """Restore torch's own."""
-    _replacements.restore()
+uninstall = _replacements.restore
 
 
 def _loading(load: Load, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sherd.patches.replacing import Replacements
+from sherd.patches.replacing import Replacements, with_subclasses
 
 _METHODS = (
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "monitored_barrier"),
@@ -42,16 +42,14 @@ def install(called: list[str]) -> None:
     """Have collectives of torch.distributed that this thread calls raise without sending anything; `called` gets their
     names."""
     make = functools.partial(_refusing, called, threading.get_ident())
-    for kind in _with_subclasses(dist.ProcessGroup):
+    for kind in with_subclasses(dist.ProcessGroup):
         for name in (name for name in _METHODS if name in vars(kind)):
             _replacements.replace(kind, name, functools.partial(make, name))
     if _FUNCTIONAL in sys.modules:
         _replacements.replace(sys.modules[_FUNCTIONAL], "_resolve_group", functools.partial(make, "_resolve_group"))
 
 
-def uninstall() -> None:
-    """Restore torch's own."""
-    _replacements.restore()
+uninstall = _replacements.restore
 
 
 @contextmanager
@@ -79,9 +77,3 @@ def _refusing(called: list[str], thread: int, name: str, original: Callable[...,
         raise OwnCollective(f"{called[-1]} inside step()")
 
     return refuse
-
-
-def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
-    yield kind
-    for each in kind.__subclasses__():
-        yield from _with_subclasses(each)

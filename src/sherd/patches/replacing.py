@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,13 @@ class Replacements:
 def _function(attribute: Any) -> Any:
     """The function inside a static or class method."""
     return getattr(attribute, "__func__", attribute)
+
+
+def with_subclasses(kind: Any) -> Iterator[Any]:
+    """A class and all that are derived from it."""
+    yield kind
+    for each in kind.__subclasses__():
+        yield from with_subclasses(each)
 
 
 def swap_class(thing: Any, methods: Any) -> None:

@@ -8,13 +8,13 @@ those that are defined later.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from sherd.patches.replacing import Replacements
+from sherd.patches.replacing import Replacements, with_subclasses
 
 RELIES_ON = {
     "torch.optim.lr_scheduler:LRScheduler.step": "self epoch",
@@ -28,14 +28,12 @@ def install(is_inside: Callable[[Optimizer], bool]) -> None:
     """Make every scheduler skip calls where its optimizer `is_inside` a window."""
     global _is_inside
     _is_inside = is_inside
-    for kind in (LRScheduler, *_subclasses(LRScheduler)):
+    for kind in with_subclasses(LRScheduler):
         _guard(kind)
     _replacements.replace(LRScheduler, "__init_subclass__", _guarding)
 
 
-def uninstall() -> None:
-    """Restore the schedulers' own."""
-    _replacements.restore()
+uninstall = _replacements.restore
 
 
 def _guard(kind: Any) -> None:
@@ -60,9 +58,3 @@ def _guarded(step: Callable[..., Any]) -> Callable[..., Any]:
         return step(self, *args, **options)
 
     return guarded
-
-
-def _subclasses(kind: Any) -> Iterator[Any]:
-    for child in kind.__subclasses__():
-        yield child
-        yield from _subclasses(child)

@@ -105,17 +105,12 @@ class Rank:
             output.forward()
 
     def result(self) -> Any:
-        """What the function returned (after RETURNED)."""
+        """What the function returned (after RETURNED), or when and why it did not (after RAISED)."""
         with open(self._result, "rb", closefd=False) as stream:
             stream.seek(0)
             value = pickle.load(stream)
         os.ftruncate(self._result, 0)  # an idle rank should not hold on to a large result
         return value
-
-    def story(self) -> tuple[float, str]:
-        """When and why the function did not return (after RAISED)."""
-        when, words = self.result()
-        return float(when), str(words)
 
     def ask_stack(self) -> None:
         os.ftruncate(self._stacks, 0)

@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from sherd.comm.meeting.peers import describe_exit
 from sherd.ranks import worker
 from sherd.ranks.process import Rank, Start, end
-from sherd.ranks.report import failure
-from sherd.ranks.watch import Outcome, describe_exit, watch
+from sherd.ranks.watch import Outcome, failure, watch
 
 
 class Team:

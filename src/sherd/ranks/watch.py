@@ -1,17 +1,22 @@
-"""Waiting until every rank has answered a command, failed, or run out of time."""
+"""Waiting until every rank has answered a command, failed, or run out of time.
+
+And the error of a failed run: what every rank reported, the first to fail first.
+"""
 
 from __future__ import annotations
 
 import math
-import signal
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
+from sherd.comm.meeting.peers import describe_exit
+from sherd.errors import RankFailed
 from sherd.ranks import worker
-from sherd.ranks.process import Rank
+from sherd.ranks.process import Rank, read_stacks
 
 
 @dataclass(frozen=True)
@@ -21,21 +26,14 @@ class Died:
     exitcode: int
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank failed, as text to follow "rank 3 ", and when (monotonic clock)."""
-
-    story: str
-    when: float
-
-
 @dataclass
 class Outcome:
     """The outcome of a command on every rank. A rank in none of the three was still busy when time ran out."""
 
     answered: set[int] = field(default_factory=set)
     died: dict[int, Died] = field(default_factory=dict)  # as expected
-    failed: dict[int, Failure] = field(default_factory=dict)
+    failed: dict[int, tuple[float, str]] = field(default_factory=dict)
+    """when (monotonic clock), and why, as text to follow "rank 3 \""""
 
     def busy(self, ranks: Sequence[Rank]) -> list[Rank]:
         done = self.answered | self.died.keys() | self.failed.keys()
@@ -43,12 +41,12 @@ class Outcome:
 
     def stories(self) -> dict[int, str]:
         """Why ranks failed, the first one first: it is often the cause of the others."""
-        order = sorted(self.failed, key=lambda number: self.failed[number].when)
-        return {number: self.failed[number].story for number in order}
+        order = sorted(self.failed, key=lambda number: self.failed[number][0])
+        return {number: self.failed[number][1] for number in order}
 
     def fail(self, number: int, story: str, when: float | None = None) -> None:
         self.answered.discard(number)
-        self.failed[number] = Failure(story, time.monotonic() if when is None else when)
+        self.failed[number] = (time.monotonic() if when is None else when, story)
 
     def results(self, ranks: Sequence[Rank]) -> list[Any]:
         """One result per rank, in rank order. A result that cannot be read back is a failure too."""
@@ -91,16 +89,6 @@ def watch(ranks: Sequence[Rank], timeout: float, grace: float, expected: Mapping
     return outcome
 
 
-def describe_exit(code: int) -> str:
-    """An exit code in words; as in multiprocessing, negative numbers are signals."""
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:  # a real-time signal has no name
-        return f"was killed by signal {-code}"
-
-
 def _sleep(ranks: Sequence[Rank], seconds: float) -> None:
     """Until a rank answers, prints or ends."""
     wait([waker for rank in ranks for waker in rank.wakers()], None if seconds == math.inf else seconds)
@@ -113,7 +101,7 @@ def _note(rank: Rank, outcome: Outcome, expected: Mapping[int, int]) -> None:
     answer = rank.hear()
     rank.forward()
     if answer == worker.RAISED:
-        when, story = rank.story()
+        when, story = rank.result()  # why the function did not return
         outcome.fail(number, story, when)
     elif answer:
         outcome.answered.add(number)
@@ -128,3 +116,47 @@ def _note(rank: Rank, outcome: Outcome, expected: Mapping[int, int]) -> None:
         late = " after it had returned" if number in outcome.answered else ""
         wanted = f", but expected_exits says that it {describe_exit(expected[number])}" if number in expected else ""
         outcome.fail(number, f"{describe_exit(code)}{late}{wanted}\n{rank.stack()}", when)
+
+
+# ---------------------------------------------------------------- the error
+
+
+class RanksTimedOut(RankFailed):
+    """Ranks did not finish in time. `failures` maps each of them to its Python stacks.
+
+    A `RankFailed`, so that one `except` catches every failure of a run; not a `TimedOut`, which a communicator raises
+    *inside* a rank about its peers.
+    """
+
+
+def failure(ranks: Sequence[Rank], outcome: Outcome, *, doing: str, timeout: float, grace: float) -> RankFailed | None:
+    """The error for this outcome, None if all is well. Asks the ranks that are still busy for their stacks."""
+    busy = outcome.busy(ranks)
+    if not outcome.failed and not busy:
+        return None
+    stacks = read_stacks(busy)
+    idle = [f"rank {number} had finished {doing}\n" for number in sorted(outcome.answered)]
+    idle += [f"rank {number} had died, as expected\n" for number in sorted(outcome.died)]
+    if not outcome.failed:
+        head = f"{_ranks(stacks)} of {len(ranks)} did not finish {doing} in {timeout:g} s and had to be ended."
+        stuck = _sections(stacks, "was still busy; its Python stacks:")
+        return RanksTimedOut("\n\n".join([head, *stuck, *idle]).rstrip(), stacks)
+    stories = outcome.stories()
+    head = f"{_ranks(stories)} of {len(ranks)} failed while {doing}."
+    told = [f"rank {number} {_indented(story)}" for number, story in stories.items()]
+    ended = _sections(stacks, f"did not fail, was still busy {grace:g} s later and had to be ended; its Python stacks:")
+    return RankFailed("\n\n".join([head, *told, *ended, *idle]).rstrip(), stories)
+
+
+def _ranks(numbers: Mapping[int, str]) -> str:
+    listed = ", ".join(map(str, numbers))
+    return f"rank {listed}" if len(numbers) == 1 else f"ranks {listed}"
+
+
+def _sections(stacks: Mapping[int, str], words: str) -> list[str]:
+    return [f"rank {number} {words}\n{textwrap.indent(stack.rstrip(), '    ')}" for number, stack in stacks.items()]
+
+
+def _indented(story: str) -> str:
+    first, _, rest = story.rstrip().partition("\n")
+    return f"{first}\n{textwrap.indent(rest, '    ')}".rstrip()

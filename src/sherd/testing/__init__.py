@@ -24,8 +24,7 @@ A *run* is one function on every rank. Ranks are forked by multiprocessing's *fo
 
 from __future__ import annotations
 
-from sherd.ranks.report import RanksTimedOut
-from sherd.ranks.watch import Died
+from sherd.ranks.watch import Died, RanksTimedOut
 from sherd.testing.fake import FakeCommunicator
 from sherd.testing.hosts import Host, Hosts
 from sherd.testing.pool import RankPool

@@ -21,9 +21,8 @@ from sherd.comm.host import futex
 from sherd.comm.host.board import Board, State, progress
 from sherd.comm.host.cores import cores, spins_pay
 from sherd.comm.host.joining import rendezvous
-from sherd.comm.host.joining.rendezvous import meet
-from sherd.comm.host.joining.support import unsupported_reason
-from sherd.comm.host.memory import STAGED, MemfdKeeper, SharedBlock, SharedMemory
+from sherd.comm.host.joining.rendezvous import meet, unsupported_reason
+from sherd.comm.host.memory import STAGED, SharedBlock, SharedMemory, new_memory
 from sherd.comm.host.transfer.staging import Geometry, Staging
 from sherd.comm.meeting.peers import Peers
 from sherd.errors import ConfigError, PeerLost, TimedOut
@@ -33,7 +32,7 @@ pytestmark = pytest.mark.pure
 
 
 def block(nbytes):
-    fd = MemfdKeeper().create("test", nbytes)
+    fd = new_memory("test", nbytes)
     try:
         return SharedBlock(fd)
     finally:
@@ -45,14 +44,14 @@ def test_this_machine_is_supported():
 
 
 def test_a_segment_cannot_shrink_under_its_users():
-    fd = MemfdKeeper().create("test", 5000)
+    fd = new_memory("test", 5000)
     with pytest.raises(PermissionError):
         os.ftruncate(fd, 4096)
     os.close(fd)
 
 
 def test_two_mappings_of_a_segment_are_one_memory():
-    fd = MemfdKeeper().create("test", 4096)
+    fd = new_memory("test", 4096)
     one, two = SharedBlock(fd), SharedBlock(fd)
     os.close(fd)
     one.tensor(64, 3, torch.float64).copy_(torch.tensor([1.0, 2.0, 3.0]))
@@ -201,8 +200,8 @@ def test_shared_memory_finds_the_segment_of_a_tensor():
     assert memory.find(inside[10:]) == (0, 4040)
     assert memory.find(second.tensor(0, 5, torch.int64)) == (1, 0)
     assert memory.find(torch.ones(3)) == STAGED
-    assert memory.is_common(second.tensor(8, 5, torch.int64))
-    assert not memory.is_common(inside)
+    assert memory.find_common(second.tensor(8, 5, torch.int64)) is not None
+    assert memory.find_common(inside) is None
     assert memory.view((0, 4040), 5, torch.float32).data_ptr() == inside[10:].data_ptr()
 
 
@@ -218,7 +217,8 @@ def test_shared_memory_finds_the_segment_of_a_tensor():
 @pytest.mark.parametrize("collected", [False, True])
 def test_how_a_process_ended_is_known_where_the_kernel_tells(code, said, collected):
     child = subprocess.Popen([sys.executable, "-S", "-c", f"input(); {code}"], stdin=subprocess.PIPE)
-    peers = Peers({4: child.pid}, {4: os.pidfd_open(child.pid)})
+    peers = Peers()
+    peers.add(4, child.pid, os.pidfd_open(child.pid))
     assert peers.dead() == []
     child.stdin.write(b"\n")
     child.stdin.close()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
@@ -18,18 +17,10 @@ from sherd.comm import Communicator, connect
 from sherd.config import CommOptions
 from sherd.errors import ConfigError
 
-
-class Distributed(NamedTuple):
-    """The last `distribute` of this process."""
-
-    comm: weakref.ref[Communicator]
-    accumulate: int
-
-
 _kept: Communicator | None = None  # held here, or garbage collection would close it at a different time on each rank
 _kept_by = 0  # the process that connected it
 _spare = False  # whether no model uses it yet
-_last: Distributed | None = None
+_last: tuple[weakref.ref[Communicator], int] | None = None  # communicator and `accumulate` of the last `distribute`
 
 
 def rank() -> int:
@@ -76,15 +67,15 @@ def connect_for(options: CommOptions | None) -> Communicator:
 def distributed_over(comm: Communicator, accumulate: int, made_here: bool) -> None:
     """`distribute` has succeeded. Helpers use its communicator, unless it is the user's, who may close it."""
     global _kept, _kept_by, _spare, _last
-    _last = Distributed(weakref.ref(comm), accumulate)
+    _last = weakref.ref(comm), accumulate
     if made_here:
         _kept, _kept_by, _spare = comm, os.getpid(), False
 
 
 def distribution() -> tuple[Communicator, int] | None:
     """The communicator and `accumulate` of the last `distribute`, while that communicator is open."""
-    comm = None if _last is None else _last.comm()
-    return None if _last is None or comm is None or comm.closed else (comm, _last.accumulate)
+    comm = None if _last is None else _last[0]()
+    return None if _last is None or comm is None or comm.closed else (comm, _last[1])
 
 
 def _usable() -> bool:

@@ -18,9 +18,9 @@ from sherd.cli.launch import tied
 from sherd.cli.machines.rendezvous import Meeting
 from sherd.cli.output.forwarding import Output
 from sherd.comm.meeting.network import IFNAME
+from sherd.comm.meeting.peers import describe_exit
 from sherd.errors import SherdError
 from sherd.observe import EventStream
-from sherd.ranks.watch import describe_exit
 
 # The launcher reports the first failure it sees. When a rank dies its peers fail within tenths of a second, so it has
 # to look more often than that to see the cause before the consequences.

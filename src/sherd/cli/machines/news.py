@@ -12,7 +12,7 @@ from torch.distributed import DistError
 
 from sherd.cli.machines.board import FAULT, OFF, Board, News
 from sherd.cli.machines.rendezvous import Meeting
-from sherd.comm.meeting.reports import printable
+from sherd.comm.meeting.notes import printable
 
 HEAR_SECONDS = 0.2  # between two looks at the board
 LINGER_SECONDS = 15.0  # for machines that know of a failure to end their ranks

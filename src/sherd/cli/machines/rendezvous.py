@@ -24,7 +24,7 @@ from sherd.cli.machines.seat import Seat, Seats
 from sherd.cli.messages import say
 from sherd.cli.words import ranks_in_words
 from sherd.comm.meeting import network
-from sherd.comm.meeting.reports import printable
+from sherd.comm.meeting.notes import printable
 from sherd.comm.trust.seal import TOKEN, Seal
 from sherd.errors import ConfigError, SherdError
 

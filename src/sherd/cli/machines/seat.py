@@ -10,7 +10,7 @@ from typing import NoReturn
 from torch.distributed import DistError
 
 from sherd.cli.machines.board import PLAN, Board, News
-from sherd.comm.meeting.reports import printable
+from sherd.comm.meeting.notes import printable
 from sherd.errors import ConfigError
 
 BEAT_SECONDS = 0.5  # between two heartbeats

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import struct
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -24,11 +24,10 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from sherd.comm.base import Communicator
-from sherd.comm.c10d.handle import C10dHandle
-from sherd.comm.c10d.lanes import Lane, LaneOperation, close_lanes
-from sherd.comm.c10d.slices import Slices, Steps, as_bytes
+from sherd.comm.c10d.operations import C10dHandle, Lane, LaneOperation, Steps, Wait, close_lanes
+from sherd.comm.c10d.slices import Slices, as_bytes
 from sherd.comm.c10d.watchdog import MOVE_EVERY, Attempt, Slow, TakeStance, Watchdog
-from sherd.comm.c10d.wire import COME_BACK, LINGER, Transfer, Wire, over_group
+from sherd.comm.c10d.wire import COME_BACK, LINGER, Wire, over_group
 from sherd.comm.calls import Call, Site, call_site
 from sherd.comm.closing import unusable
 from sherd.comm.codec import Codec, wire_bytes
@@ -43,7 +42,7 @@ from sherd.comm.waiting.deadlock import COLLECTIVE, Stance
 from sherd.comm.waiting.progress import move_everything, take_part
 from sherd.comm.waiting.side_thread import SideThread
 from sherd.config import CommOptions
-from sherd.errors import CodecFailed, CommError, Diverged
+from sherd.errors import CodecFailed, CommError
 
 _HEADER = struct.Struct("<Q504s")  # fingerprint, call and site
 HEADER_BYTES = _HEADER.size
@@ -76,7 +75,7 @@ class C10dCommunicator(Communicator):
         self._number = 0
         self._alone = SoloCommunicator(self.options)
         self._broken: str | None = None
-        self._untold: CommError | None = None  # the failure, until a call of this rank has raised it
+        self._untold: list[CommError] = []  # the failure, until a call of this rank has raised it
         self._in_exchanges: C10dHandle | None = None
         self._lanes: dict[tuple[str, int], Lane] = {}
         self._messages: dict[str, dict[int, int]] = {"send": {}, "recv": {}}  # how many, by peer
@@ -88,7 +87,7 @@ class C10dCommunicator(Communicator):
         self._watchdog = Watchdog(place, seal, self.rank, self.names, peers, self.options, guard)
         take_part(self)
         # Called by close(), when nothing refers to this communicator any more, or at the end of the process.
-        self._leave = weakref.finalize(self, _leave, os.getpid(), self._watchdog, self._lanes, wire)
+        self._leave = weakref.finalize(self, leave, os.getpid(), self._lanes.values(), wire, self._watchdog.close)
 
     # ---------------------------------------------------------------- groups and life
 
@@ -103,7 +102,7 @@ class C10dCommunicator(Communicator):
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         self._check_group(ranks)
         self.site = call_site()
-        self._issue(Call("subgroup", f"subgroup({list(ranks)})"), 0, _no_steps).complete()
+        self._issue(Call("subgroup", f"subgroup({list(ranks)})"), 0, lambda: iter(())).complete()
         if self.rank not in ranks or len(ranks) == 1:
             return SoloCommunicator(self.options) if self.rank in ranks else None
         wire = self.watched(lambda: self.wire_among(ranks), ranks)
@@ -121,10 +120,14 @@ class C10dCommunicator(Communicator):
         take_part(self)
         self._watchdog.use_here()
 
-    def _break(self, why: str, untold: CommError | None = None) -> None:
-        """What is under way will not get through."""
-        self._untold, self._broken = untold, why
+    def _break(self, error: CommError, untold: bool = False) -> CommError:
+        """What is under way will not get through because of `error`, which the next call raises too if it is `untold`.
+
+        Returns it, to be raised from no variable: its traceback would hold the frame, and so itself."""
+        self._untold = [type(error)(str(error), error.ranks)] if untold else []
+        self._broken = str(error)
         self._wire.fail()
+        return error
 
     def _close(self, error: BaseException | None) -> None:
         if self._broken is None:
@@ -132,7 +135,8 @@ class C10dCommunicator(Communicator):
             if error is not None:
                 self._wire.faulty = True
                 self._watchdog.report(CommError(f"{type(error).__name__}: {error}"))
-        self._in_exchanges = self._untold = None
+        self._in_exchanges = None
+        self._untold.clear()
         self._leave()
         self._lanes.clear()
 
@@ -161,8 +165,7 @@ class C10dCommunicator(Communicator):
     def fail(self, error: CommError) -> None:
         """Give up because of a failure elsewhere, and tell the other ranks."""
         if self._broken is None:
-            self._break(str(error))
-            self._watchdog.report(error)
+            self._watchdog.report(self._break(error))
 
     # ---------------------------------------------------------------- operations
 
@@ -223,7 +226,7 @@ class C10dCommunicator(Communicator):
     def start_send(self, call: Call, source: Tensor, to: int) -> Handle:
         header = self.header(call, self.site)
 
-        def steps() -> Iterator[Transfer]:
+        def steps() -> Iterator[Wait]:
             if self.options.check:
                 yield self._wire.send(header, to)
             if source.numel():
@@ -234,7 +237,7 @@ class C10dCommunicator(Communicator):
     def start_recv(self, call: Call, target: Tensor, source: int) -> Handle:
         header = self.header(call, self.site)
 
-        def steps() -> Iterator[Transfer]:
+        def steps() -> Iterator[Wait]:
             if self.options.check:
                 sent = torch.empty_like(header)
                 yield self._wire.recv(sent, source)
@@ -261,7 +264,7 @@ class C10dCommunicator(Communicator):
             self._in_exchanges = handle
         return handle
 
-    def _message(self, call: Call, payload: int, peer: int, steps: Callable[[], Iterator[Transfer]]) -> Handle:
+    def _message(self, call: Call, payload: int, peer: int, steps: Callable[[], Iterator[Wait]]) -> Handle:
         def watch(attempt: Attempt) -> None:
             def attempt_and_move(seconds: float) -> bool:
                 # The peer may be waiting for this rank's part of something else before it sends.
@@ -290,12 +293,8 @@ class C10dCommunicator(Communicator):
         return Stance(kind, peer, count, text, self._number, sends, recvs)
 
     def _check_usable(self) -> None:
-        if self._untold is not None:
-            error, self._untold = self._untold, None
-            try:
-                raise error
-            finally:
-                del error  # its traceback holds this frame
+        if self._untold:
+            raise self._untold.pop()
         if self._broken is not None:
             raise unusable(self._broken)
 
@@ -334,13 +333,8 @@ class C10dCommunicator(Communicator):
         if all(fingerprint == mine for _, fingerprint, _ in calls):
             return
         sides = [f"{self.names[r]} called {text.rstrip(bytes(1)).decode(errors='replace')}" for r, _, text in calls]
-        error = faults.diverged(self._number, sides, [rank for rank, *_ in calls])
-        self._break(str(error), Diverged(str(error), error.ranks) if aside else None)
-        self._watchdog.report(error)
-        try:
-            raise error
-        finally:
-            del error  # its traceback holds this frame
+        ranks = [rank for rank, *_ in calls]
+        raise self._watchdog.report(self._break(faults.diverged(self._number, sides, ranks), untold=aside))
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
@@ -348,31 +342,21 @@ class C10dCommunicator(Communicator):
         try:
             yield
         except CommError as error:
-            self._break(str(error))
+            self._break(error)
             if isinstance(error, CodecFailed):  # of which the others do not know
                 self._watchdog.report(error)
             raise
         except RuntimeError as error:
-            fault = self._watchdog.explain(error, range(self.world))
-            self._break(str(fault))
-            try:
-                raise fault from error
-            finally:
-                del fault  # its traceback holds this frame
+            raise self._break(self._watchdog.explain(error, range(self.world))) from error
         except BaseException as error:
-            words = f"{type(error).__name__}: {error}"
-            self._break(words)
-            self._watchdog.report(CommError(words))
+            self._watchdog.report(self._break(CommError(f"{type(error).__name__}: {error}")))
             raise
 
 
-def _leave(pid: int, watchdog: Watchdog, lanes: dict[tuple[str, int], Lane], wire: Wire) -> None:
-    """Say goodbye and release everything. A forked child, such as a DataLoader worker, has nothing to release."""
+def leave(pid: int, lanes: Collection[Lane], wire: Wire, goodbye: Callable[[], None] = lambda: None) -> None:
+    """Say goodbye and release everything of process `pid`, once the operations on the lanes have had a moment to
+    complete. A forked child, such as a DataLoader worker, has nothing to release."""
     if os.getpid() == pid:
-        close_lanes(list(lanes.values()), 0.0 if wire.faulty else LINGER, wire.break_off, COME_BACK)
-        watchdog.close()
+        close_lanes(list(lanes), 0.0 if wire.faulty else LINGER, wire.break_off, COME_BACK)
+        goodbye()
         wire.close()
-
-
-def _no_steps() -> Steps:
-    yield from ()

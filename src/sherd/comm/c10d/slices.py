@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sherd.comm.c10d.operations import Steps
 from sherd.comm.c10d.wire import Wire
 from sherd.comm.codec import Codec, decoded, encode
 from sherd.comm.summation import combine
 from sherd.layout.tree import SummationTree
 
-Steps = Generator[dist.Work, None, None]
 Pair = tuple[Tensor, Tensor]
 
 # A large exchange goes in pieces of a few MB, each sent while the previous one is added: memory is bounded. Of 1 to

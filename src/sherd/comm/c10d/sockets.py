@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 QUIET = 0.2  # seconds without a byte in either direction: no message is under way
 STALLED = 1.0  # seconds without one although some are waiting: the peer is suspended or cut off
@@ -81,25 +80,22 @@ def _wait_until_quiet(connections: Sequence[socket.socket]) -> None:
         traffic = [_traffic(connection) for connection in connections]
         if traffic != last:
             last, moved = traffic, now
-        if now - moved > (STALLED if any(one.waiting for one in traffic) else QUIET):
+        if now - moved > (STALLED if any(waiting for _, waiting in traffic) else QUIET):
             return
         time.sleep(LOOK_EVERY)
 
 
-class _Traffic(NamedTuple):
-    """The bytes that a connection has moved, and those that wait in the kernel to be sent or read."""
-
-    moved: tuple[int, ...]
-    waiting: int
+_Traffic = tuple[tuple[int, ...], int]
 
 
 def _traffic(connection: socket.socket) -> _Traffic:
+    """The bytes that a connection has moved, and those that wait in the kernel to be sent or read."""
     try:
         moved = _BYTES.unpack_from(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192), _BYTES_AT)
         queued = [fcntl.ioctl(connection, which, bytes(4)) for which in (termios.TIOCOUTQ, termios.FIONREAD)]
     except (OSError, struct.error, AttributeError):  # broken already, or not reported by this system
-        return _Traffic((), 0)
-    return _Traffic(moved, sum(int.from_bytes(each, sys.byteorder) for each in queued))
+        return (), 0
+    return moved, sum(int.from_bytes(each, sys.byteorder) for each in queued)
 
 
 def _connected() -> set[tuple[int, int]]:

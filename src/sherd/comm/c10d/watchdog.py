@@ -25,7 +25,6 @@ from sherd.comm.closing import CLOSED_MEANWHILE
 from sherd.comm.meeting.guard import Guard
 from sherd.comm.meeting.notes import Notes
 from sherd.comm.meeting.peers import Peers
-from sherd.comm.meeting.reports import Report
 from sherd.comm.trust.seal import Seal
 from sherd.comm.waiting import deadlock, faults
 from sherd.comm.waiting.deadlock import COLLECTIVE, Stance, circle
@@ -69,7 +68,7 @@ class Watchdog:
         self._pid = os.getpid()
         self._rank = rank
         self._names = names
-        self._peers = peers or Peers({}, {})
+        self._peers = peers or Peers()
         before, after = (rank - 1) % len(names), (rank + 1) % len(names)
         if guard is None:
             guard = Guard(store, None if before in self._peers else before, after not in self._peers)
@@ -103,7 +102,7 @@ class Watchdog:
 
     def report(self, error: CommError) -> CommError:
         """Tell the others why this rank gives up. The first report stands."""
-        self._notes.leave_first("fault", Report.of(error, self._rank).note())
+        self._notes.report(error, self._rank)
         with contextlib.suppress(ConfigError):  # the event stream may be closed, and what went wrong matters more
             faults.emit_fault(error)
         return error
@@ -172,8 +171,7 @@ class Watchdog:
 
     def _reported(self) -> CommError | None:
         """What another rank has reported, as an error of this one."""
-        report = Report.read(self._notes.find("fault"), self._names)
-        return None if report is None or report.rank == self._rank else report.error(self._names)
+        return self._notes.reported(self._names, self._rank)
 
     def _gone(self, needed: Sequence[int]) -> list[int]:
         """Ranks that died, and those among `needed` that left."""

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,20 +68,6 @@ NewGroup = Callable[[Sequence[int], timedelta], "Wire"]
 """new_group(ranks, timeout): a wire among some of the ranks; all of these call it."""
 
 
-class Transfer:
-    """A message under way."""
-
-    def __init__(self, work: dist.Work, limit: timedelta | None) -> None:
-        self._work = work
-        self._limit = limit
-
-    def wait(self) -> None:
-        if self._limit is None:
-            self._work.wait()
-        else:
-            self._work.wait(self._limit)  # messages would otherwise have the timeout for connecting
-
-
 class Wire:
     """A process group that nothing else uses, and the store of its ranks. Every operation is asynchronous."""
 
@@ -96,7 +83,7 @@ class Wire:
         seal: Seal | None = None,  # a secret of these ranks
         kept: object = None,  # what the group uses without keeping it alive
     ) -> None:
-        self.group = group
+        self.group: dist.ProcessGroup = group
         self.seal = seal
         self._kept = kept
         self.rank = rank
@@ -109,7 +96,6 @@ class Wire:
         self.faulty = False
         self._timer: threading.Timer | None = None
         self._connections = connections  # None where torch.distributed owns the group
-        self._limit = None if connections is None else FOREVER
         self.waits_for_recv = connections is not None  # gloo sends nothing, however small, before the peer receives
         keep_in_forks(group)
 
@@ -157,40 +143,40 @@ class Wire:
     def all_gather(self, output: Tensor, input: Tensor) -> dist.Work:
         options = AllgatherOptions()
         options.asyncOp = True
-        work: dist.Work = self.group._allgather_base(output, input, options)
-        return work
+        return self.group._allgather_base(output, input, options)
 
     def all_to_all(
         self, output: Tensor, input: Tensor, out_splits: Sequence[int] = (), in_splits: Sequence[int] = ()
     ) -> dist.Work:
         options = AllToAllOptions()
         options.asyncOp = True
-        work: dist.Work = self.group.alltoall_base(output, input, list(out_splits), list(in_splits), options)
-        return work
+        return self.group.alltoall_base(output, input, list(out_splits), list(in_splits), options)
 
     def broadcast(self, tensor: Tensor, root: int) -> dist.Work:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = root, 0, True
-        work: dist.Work = self.group.broadcast([tensor], options)
-        return work
+        return self.group.broadcast([tensor], options)
 
     def all_reduce(self, tensor: Tensor, op: Any) -> dist.Work:
         options = AllreduceOptions()
         options.reduceOp, options.asyncOp = op, True
-        work: dist.Work = self.group.allreduce([tensor], options)
-        return work
+        return self.group.allreduce([tensor], options)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: Any) -> dist.Work:
         options = ReduceScatterOptions()
         options.reduceOp, options.asyncOp = op, True
-        work: dist.Work = self.group._reduce_scatter_base(output, input, options)
-        return work
+        return self.group._reduce_scatter_base(output, input, options)
 
-    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Transfer:
-        return Transfer(self.group.send([tensor], to, tag), self._limit)
+    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Callable[[], object]:
+        """Returns what waits for the message."""
+        return self._wait_for(self.group.send([tensor], to, tag))
 
-    def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Transfer:
-        return Transfer(self.group.recv([tensor], source, tag), self._limit)
+    def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Callable[[], object]:
+        return self._wait_for(self.group.recv([tensor], source, tag))
+
+    def _wait_for(self, message: dist.Work) -> Callable[[], object]:
+        # A message of our own group would otherwise have the timeout for connecting.
+        return message.wait if self._connections is None else partial(message.wait, FOREVER)
 
 
 def _drop(

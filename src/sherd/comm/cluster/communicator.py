@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from sherd.comm.base import Backing, Communicator
-from sherd.comm.c10d.communicator import HEADER_BYTES, C10dCommunicator
+from sherd.comm.c10d.communicator import HEADER_BYTES, C10dCommunicator, leave
 from sherd.comm.c10d.wire import Wire
 from sherd.comm.calls import Call, Site, call_site
-from sherd.comm.cluster.across import Across, BufferPool, Column, Steps
-from sherd.comm.cluster.crossing import Crossing, close_column
-from sherd.comm.cluster.pipeline import ALL, ClusterOperation, FailureState, Phase, Pipeline, ToldMessage
+from sherd.comm.cluster.crossing import Across, BufferPool, Column, Steps
+from sherd.comm.cluster.pipeline import ALL, ClusterOperation, Phase, Pipeline, ToldMessage
 from sherd.comm.codec import Codec, wire_bytes
 from sherd.comm.handle import Handle
 from sherd.comm.host.communicator import HostCommunicator
@@ -56,15 +55,14 @@ class ClusterCommunicator(Communicator):
         self._flat, self._inside, self._again = flat, inside, again
         self._locals = inside.world
         self._pool = BufferPool()
-        self._column = Column(column, range(inside.rank, self.world, inside.world), self._pool)
+        ranks = range(inside.rank, self.world, inside.world)
+        self._column = Column(flat, column, ranks, self._pool, options.check)
         self._hosts, self._mine = self._column.hosts, self._column.mine
-        self._crossing = Crossing(flat, self._column, options.check)
         hosts = [part for part in (inside, again) if isinstance(part, HostCommunicator)]
-        self._failure_state = FailureState([flat, *hosts, self._column])
-        self._pipeline = Pipeline(self._failure_state, self.lock)
+        self._pipeline = Pipeline([flat, *hosts, self._column], self.lock)
         self._number = 0
         # Called by close(), when nothing refers to this communicator any more, or at the end of the process.
-        self._leave = weakref.finalize(self, close_column, os.getpid(), self._crossing.lane, column)
+        self._leave = weakref.finalize(self, leave, os.getpid(), [self._column.lane], column)
 
     @classmethod
     def over(
@@ -98,7 +96,7 @@ class ClusterCommunicator(Communicator):
         return self._inside
 
     def shared_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        self._failure_state.check()
+        self._pipeline.check()
         with self._pipeline.failing():
             return self._inside.shared_tensor(*shape, dtype=dtype)
 
@@ -106,7 +104,7 @@ class ClusterCommunicator(Communicator):
         return self._inside.backing(tensor)
 
     def shared_buffers(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        self._failure_state.check()
+        self._pipeline.check()
         with self._pipeline.failing():
             return self._inside.shared_buffers(*shape, dtype=dtype)
 
@@ -134,8 +132,7 @@ class ClusterCommunicator(Communicator):
         take_part(self._pipeline)
 
     def _close(self, error: BaseException | None) -> None:
-        self._failure_state.close()
-        self._pipeline.abandon()
+        self._pipeline.close()
         if error is not None:
             self._column.wire.faulty = True
         self._leave()
@@ -293,10 +290,12 @@ class ClusterCommunicator(Communicator):
         finish: Callable[[], None] = lambda: None,
         reading: int = ALL,
     ) -> ClusterOperation:
-        self._failure_state.check()
+        self._pipeline.check()
         self._number += 1
         site, number = self.site, self._number
-        done = self._begin(call, payload)
+        with self._pipeline.failing():
+            done = self._flat.note_call(call, number, site)
+        self.counters.add(call.operation, payload, HEADER_BYTES * (self._hosts - 1) if self.options.check else 0)
 
         def finished() -> None:
             finish()
@@ -304,7 +303,7 @@ class ClusterCommunicator(Communicator):
 
         phases: list[Phase] = [
             partial(self._started, self._inside, site, inside),
-            lambda: [self._crossing.start(call, site, number, cross)],
+            lambda: [self._column.start(call, site, number, cross)],
         ]
         if again is not None:
             phases.append(partial(self._started, self._again, site, again))
@@ -317,14 +316,8 @@ class ClusterCommunicator(Communicator):
             handle.result = _EMPTY
         return handles
 
-    def _begin(self, call: Call, payload: int) -> Callable[[], None]:
-        with self._pipeline.failing():
-            done = self._flat.note_call(call, self._number, self.site)
-        self.counters.add(call.operation, payload, HEADER_BYTES * (self._hosts - 1) if self.options.check else 0)
-        return done
-
     def _message(self, call: Call, tensor: Tensor, peer: int, payload: int) -> Handle:
-        self._failure_state.check()
+        self._pipeline.check()
         part: Communicator = self._flat
         if peer // self._locals == self._mine:
             part, peer, payload = self._inside, peer % self._locals, 0

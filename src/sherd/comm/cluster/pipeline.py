@@ -4,7 +4,7 @@ An operation inside a cluster has up to three *phases*: inside the host, across 
 A phase is started when the one before it is complete, and only after all earlier operations have started theirs: so
 in each phase the operations run in the order in which they were issued, on every rank, whatever is waited for first.
 
-A failure in one part of a cluster communicator is the end of the whole: `FailureState`.
+A failure in one part of a cluster communicator is the end of the whole: the other parts are told.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class ClusterOperation(Handle):
         self.started = 0
         self.finished = False
         self.needs: Sequence[Handle] = ()
-        self.result = None
 
     def is_met(self) -> bool:
         return all(handle.done() for handle in self.needs)
@@ -62,7 +61,6 @@ class ClusterOperation(Handle):
 
     def wait(self) -> Tensor:
         self._pipeline.complete(self)
-        assert self.result is not None
         return self.result
 
     def done(self) -> bool:
@@ -80,7 +78,6 @@ class ToldMessage(Handle):
     def __init__(self, inner: Handle, pipeline: Pipeline) -> None:
         self._inner = inner
         self._pipeline = pipeline
-        self.result = None
 
     def wait(self) -> Tensor:
         self._inner.result = self.result
@@ -98,34 +95,12 @@ class Part(Protocol):
     def fail(self, error: CommError) -> None: ...
 
 
-class FailureState:
-    """Why a communicator can no longer be used, and the parts that have to be told."""
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._parts = parts
-        self._broken: str | None = None
-
-    def check(self) -> None:
-        if self._broken is not None:
-            raise unusable(self._broken)
-
-    def close(self) -> None:
-        self._broken = self._broken or "it was closed"
-
-    def tell(self, error: BaseException) -> None:
-        """Tell the ranks that wait in other parts what went wrong."""
-        if self._broken is None:
-            fault = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
-            self._broken = str(fault)
-            for part in self._parts:
-                part.fail(fault)
-
-
 class Pipeline:
-    """The operations of one rank that are under way."""
+    """The operations of one rank that are under way, in a communicator with these parts."""
 
-    def __init__(self, failures: FailureState, lock: threading.RLock) -> None:
-        self._failure_state = failures
+    def __init__(self, parts: Sequence[Part], lock: threading.RLock) -> None:
+        self._parts = parts
+        self._broken: str | None = None  # why it can no longer be used
         self.lock = lock
         self._operations: list[ClusterOperation] = []
         self._moving = False
@@ -149,7 +124,7 @@ class Pipeline:
 
     def try_complete(self, operation: ClusterOperation) -> bool:
         if not operation.finished:
-            self._failure_state.check()
+            self.check()
             self.move_all()
         return operation.finished
 
@@ -158,7 +133,12 @@ class Pipeline:
         while self._operations:
             self.complete(self._operations[0])
 
-    def abandon(self) -> None:
+    def check(self) -> None:
+        if self._broken is not None:
+            raise unusable(self._broken)
+
+    def close(self) -> None:
+        self._broken = self._broken or "it was closed"
         self._operations.clear()
 
     def move_all(self) -> int:
@@ -184,8 +164,13 @@ class Pipeline:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        self._failure_state.tell(error)
-        self.abandon()
+        """Tell the ranks that wait in other parts what went wrong."""
+        if self._broken is None:
+            fault = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
+            self._broken = str(fault)
+            for part in self._parts:
+                part.fail(fault)
+        self._operations.clear()
 
     def _move(self) -> None:
         least = sys.maxsize  # phases that all earlier operations have started

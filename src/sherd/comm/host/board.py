@@ -18,8 +18,8 @@ from typing import TypeVar
 
 from sherd.comm.calls import Call, Site
 from sherd.comm.host import futex
+from sherd.comm.host.futex import Sleepers
 from sherd.comm.host.memory import SharedBlock, round_up
-from sherd.comm.host.sleepers import Sleepers
 from sherd.comm.waiting import faults
 from sherd.errors import CommError, Diverged, PeerLost, TimedOut
 

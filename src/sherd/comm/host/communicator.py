@@ -29,8 +29,7 @@ from sherd.comm.host.remote_reader import RemoteReader
 from sherd.comm.host.scheduler import Scheduler
 from sherd.comm.host.transfer import results
 from sherd.comm.host.transfer.channel import Channels
-from sherd.comm.host.transfer.lent import LentCalls, LentPlan
-from sherd.comm.host.transfer.small import Finish, SmallCalls, SmallPlan
+from sherd.comm.host.transfer.short_paths import Finish, LentCalls, LentPlan, SmallCalls, SmallPlan
 from sherd.comm.host.transfer.staging import SMALL_BYTES, SMALL_CHUNKS, Staging
 from sherd.comm.host.transfer.streams import Streams
 from sherd.comm.host.waiting import Waiter
@@ -104,10 +103,10 @@ class HostCommunicator(Communicator):
         small = self._ring("small", SMALL_BYTES, SMALL_CHUNKS)
         large = self._ring("large", options.chunk_bytes, options.chunks)
         headers = Headers(self._board, self.names, numbers, options.check)
-        self._small_calls = SmallCalls(headers, small)
+        self._small_calls = SmallCalls(headers, small, self._scheduler)
         remote = RemoteReader([card.pid for card in link.cards], self._board, waiter) if link.reads_remote else None
         self._streams = Streams(headers, small, large, self._memory, remote)
-        self._lent_calls = LentCalls(headers, self._memory, self._streams)
+        self._lent_calls = LentCalls(headers, self._memory, self._streams, self._scheduler)
         channels = self._share("channels", Channels.nbytes(world))
         self._channels = Channels(channels, self._board, self._memory, self._scheduler, self.names, numbers)
         waiter.made = weakref.WeakMethod(self._channels.made)
@@ -127,26 +126,23 @@ class HostCommunicator(Communicator):
         self._scheduler.fail(error)
 
     def shared_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        self.agree(f"shared_tensor({dtype}{list(shape)})").wait()
-        self._free_what_was_dropped()
-        numel = torch.Size(shape).numel()
-        block = self._share("tensor", numel * dtype.itemsize, keep=True)
-        owner = memoryview(block.memory)
-        self._memory.add(block, common=True, owner=owner)
-        return block.tensor(0, numel, dtype, owner).view(shape)
+        return self._allocate("tensor", shape, dtype, 1)[0]
 
     def backing(self, tensor: Tensor) -> Backing | None:
         return self._memory.backing(tensor)
 
     def shared_buffers(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        self.agree(f"shared_buffers({dtype}{list(shape)})").wait()
+        return self._allocate("buffers", shape, dtype, self.world)
+
+    def _allocate(self, what: str, shape: tuple[int, ...], dtype: torch.dtype, count: int) -> list[Tensor]:
+        self.agree(f"shared_{what}({dtype}{list(shape)})").wait()
         self._free_what_was_dropped()
-        numel = torch.Size(shape).numel()
+        common, numel = what == "tensor", torch.Size(shape).numel()
         stride = round_up(numel * dtype.itemsize, PAGE)
-        block = self._share("buffers", stride * self.world)
+        block = self._share(what, stride * count, keep=common)
         owner = memoryview(block.memory)
-        self._memory.add(block, common=False, owner=owner)
-        return [block.tensor(r * stride, numel, dtype, owner).view(shape) for r in range(self.world)]
+        self._memory.add(block, common, owner)
+        return [block.tensor(each * stride, numel, dtype, owner).view(shape) for each in range(count)]
 
     def _free_what_was_dropped(self) -> None:
         """Unmap shared memory in which no rank has tensors any more. All ranks call this, before they allocate: a rank
@@ -205,7 +201,7 @@ class HostCommunicator(Communicator):
         plan = self._plans.get(call)
         if plan is None:
             payload, finish = wire_bytes(cut, source, codec), combiner(self.tree, op, source.dtype, target.dtype)
-            plan = self._plan(call, payload, source, cut, self._all, finish, codec)
+            plan = self._plan(call, payload, source, cut, self._all, None if codec else finish)
             if codec is None:
                 plan.lent = self._lent_calls.plan(call, source, cut, finish)
         if codec is not None:
@@ -236,7 +232,7 @@ class HostCommunicator(Communicator):
         plan = self._plans.get(call)
         if plan is None:
             payload = wire_bytes(cut, source, codec)
-            plan = self._plan(call, payload, source, cut, self._all, results.concatenate, codec)
+            plan = self._plan(call, payload, source, cut, self._all, None if codec else results.concatenate)
 
         def stream(o: SteppedOperation) -> Steps:
             take, room = results.spreading(target, cut), results.room_in(source, target, cut)
@@ -281,7 +277,7 @@ class HostCommunicator(Communicator):
         if plan is None:
             finish = combiner(tree, op, source.dtype, target.dtype)
             payload = wire_bytes(cut, source, codec) + (0 if whole else wire_bytes(cut, target, codec))
-            plan = self._plan(call, payload, source, cut, self._all, finish, codec, small=whole)
+            plan = self._plan(call, payload, source, cut, self._all, finish if whole else None)
             if not whole and codec is None:
                 plan.lent = self._lent_calls.plan(call, source, cut, finish, in_place=True)
 
@@ -319,20 +315,13 @@ class HostCommunicator(Communicator):
     # ---------------------------------------------------------------- private
 
     def _plan(
-        self,
-        call: Call,
-        payload: int,
-        source: Tensor,
-        cut: int,
-        contributors: Sequence[int],
-        finish: Finish,
-        codec: Codec | None = None,
-        small: bool = True,
+        self, call: Call, payload: int, source: Tensor, cut: int, gives: Sequence[int], finish: Finish | None
     ) -> Plan:
-        """What is the same whenever this call is made. `payload` is for each of the other ranks."""
+        """What is the same whenever this call is made. `payload` is for each of the other ranks. The ranks in `gives`
+        contribute; `finish` makes the result of small contributions, None if these go no short path."""
         plan = self._plans[call] = Plan((self.world - 1) * payload)
-        if small and codec is None:
-            plan.small = self._small_calls.plan(call, source.numel(), source.dtype, cut, contributors, finish)
+        if finish is not None:
+            plan.small = self._small_calls.plan(call, source, cut, gives, finish)
         return plan
 
     def _start(
@@ -352,9 +341,9 @@ class HostCommunicator(Communicator):
         self._number = number = self._number + 1
         o: Operation | None = None
         if plan.small is not None:
-            o = self._small_calls.start(scheduler, number, plan.small, site, source, target, own)
+            o = self._small_calls.start(number, plan.small, site, source, target, own)
         elif lent is not None:
-            o = self._lent_calls.start(scheduler, number, lent, site, source, target, own, stream)
+            o = self._lent_calls.start(number, lent, site, source, target, own, stream)
         if o is not None:
             return scheduler.add(o)
         stepped = SteppedOperation(scheduler, number, call, site)

@@ -13,7 +13,6 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,26 +27,17 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-class Keeper(Protocol):
-    """Creates the shared blocks of a host. Its owner can outlive the ranks that use the blocks."""
-
-    def create(self, label: str, nbytes: int) -> int:
-        """A file descriptor for `nbytes` of zeroed shared memory; the caller owns it."""
-
-
-class MemfdKeeper:
-    """Blocks live only as long as a rank maps them."""
-
-    def create(self, label: str, nbytes: int) -> int:
-        fd = os.memfd_create(f"sherd-{label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, max(round_up(nbytes, PAGE), PAGE))
-            # No rank can shrink it, which would be a SIGBUS in another.
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        except OSError:
-            os.close(fd)
-            raise
-        return fd
+def new_memory(label: str, nbytes: int) -> int:
+    """A file descriptor for `nbytes` of zeroed shared memory; the caller owns it."""
+    fd = os.memfd_create(f"sherd-{label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, max(round_up(nbytes, PAGE), PAGE))
+        # No rank can shrink it, which would be a SIGBUS in another.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 class SharedBlock:
@@ -144,9 +134,6 @@ class SharedMemory:
         """Where a tensor lies that all ranks use as one; None for any other."""
         place = self.find(tensor)
         return place if place[0] >= 0 and self._common[place[0]] else None
-
-    def is_common(self, tensor: Tensor) -> bool:
-        return self.find_common(tensor) is not None
 
     def backing(self, tensor: Tensor) -> Backing | None:
         """The file that a shared tensor is mapped from."""

@@ -17,7 +17,6 @@ from torch import Tensor
 from sherd.comm.calls import Call, Site
 from sherd.comm.handle import Handle
 from sherd.comm.host.board import CHUNK_BITS, HEADERS, Board, State
-from sherd.comm.host.memory import PRIVATE
 from sherd.comm.waiting import faults
 from sherd.errors import Diverged
 
@@ -61,7 +60,6 @@ class Operation(Handle):
     def wait(self) -> Tensor:
         if not self.finished:
             self._scheduler.complete(self)
-        assert self.result is not None
         return self.result
 
     def done(self) -> bool:
@@ -80,10 +78,6 @@ class SteppedOperation(Operation):
         self.locations: list[tuple[int, int, int]] | None = None  # of each rank's contribution, once checked
         self.used = 0  # chunks of its movements so far
         self.steps: Steps
-
-    def is_private(self, rank: int) -> bool:
-        """Whether a rank lends its private memory."""
-        return self.locations is not None and self.locations[rank][0] == PRIVATE
 
     def step(self) -> None:
         try:

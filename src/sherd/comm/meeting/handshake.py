@@ -21,15 +21,14 @@ from torch.distributed import DistError, Store
 from sherd.comm.meeting import network
 from sherd.comm.meeting.guard import Guard, root_of, server_of
 from sherd.comm.meeting.meeting_place import several_hosts
-from sherd.comm.meeting.notes import FORGED, LAUNCHERS, Notes
-from sherd.comm.meeting.presence import Hello, Presence
-from sherd.comm.meeting.reports import Report, printable
+from sherd.comm.meeting.notes import FORGED, LAUNCHERS, Notes, printable
+from sherd.comm.meeting.peers import Hello, Presence
 from sherd.comm.trust.seal import Seal, seal_of_token
 from sherd.comm.waiting import faults
 from sherd.comm.waiting.patience import Stopwatch
 from sherd.comm.waiting.side_thread import SideThread
 from sherd.config import CommOptions
-from sherd.errors import CommError, ConfigError, SherdError, TimedOut
+from sherd.errors import CommError, ConfigError, SherdError
 from sherd.machine import check_files
 
 if TYPE_CHECKING:
@@ -102,19 +101,14 @@ class Handshake:
         """Raise if a rank that has arrived is gone, or a rank has reported that it gave up."""
         self._meet()
         self._ask_and_answer()
-        if gone := self.presence.gone():
-            raise self._report(faults.lost_early({r: f"{self._name(r)} {end}" for r, end in gone.items()}))
+        if lost := self._lost():
+            raise self._report(lost)
         if fault := self._reported() or self._reported_by_launcher():
             raise fault
         if self._notes.gone:
             raise self._without_store()
 
     # ---------------------------------------------------------------- its end
-
-    def close(self) -> None:
-        """The handshake is over. The guard and the handles of `presence` belong to whoever took them over."""
-        self._notes.close()
-        self._launchers.close()
 
     def let_go(self) -> None:
         """Close the guard and the handles, which nobody took over."""
@@ -129,7 +123,9 @@ class Handshake:
             self._give_up(error)
         elif self.guard.door:
             self._notes.leave(f"through/{self.rank}", True)
-        self.close()
+        # The guard and the handles of `presence` belong to whoever took them over.
+        self._notes.close()
+        self._launchers.close()
 
     def _give_up(self, error: BaseException) -> None:
         if not isinstance(error, CommError):  # which was reported already, or comes from a report
@@ -196,10 +192,11 @@ class Handshake:
                 raise
             waited = watch.seconds()
             if waited > self._options.timeout:
-                raise self._report(self._late(key, waited))
+                late = {r: self._world_ranks[r] for r in self._missing(key)}
+                raise self._report(faults.did_not_connect(self._name(self.rank), key, late, waited))
             if waited > warn_at:
-                late = {r: f"{self._name(r)} in the handshake ({key!r})" for r in self._missing(key)}
-                faults.warn_late(self._name(self.rank), late, waited, key, self._options.timeout)
+                words = {r: f"{self._name(r)} in the handshake ({key!r})" for r in self._missing(key)}
+                faults.warn_late(self._name(self.rank), words, waited, key, self._options.timeout)
                 warn_at = 2 * waited
             forged_at = min(forged_at, waited) if self._forged else math.inf
             if waited > forged_at + FORGED_FOR:
@@ -214,10 +211,6 @@ class Handshake:
 
     # ---------------------------------------------------------------- what may have gone wrong
 
-    def _late(self, key: str, seconds: float) -> TimedOut:
-        missing = self._missing(key)
-        return faults.did_not_connect(self._name(self.rank), key, {r: self._world_ranks[r] for r in missing}, seconds)
-
     def _explained(self, error: BaseException) -> CommError:
         """The backend has failed: usually because a rank has just ended, which shows a moment later."""
         deadline = time.monotonic() + EXPLAIN_WITHIN
@@ -227,12 +220,16 @@ class Handshake:
         words = str(error).splitlines() or [type(error).__name__]
         return self._report(CommError(f"{self._name(self.rank)} could not connect to the other ranks: {words[0]}"))
 
+    def _lost(self) -> CommError | None:
+        gone = {r: f"{self._name(r)} {end}" for r, end in self.presence.gone().items()}
+        return faults.lost_early(gone) if gone else None
+
     def _without_store(self) -> CommError:
         """Nothing is known of the others any more. The process that served the store may have ended just now."""
         deadline = time.monotonic() + EXPLAIN_WITHIN
         while time.monotonic() < deadline:
-            if gone := self.presence.gone():
-                return faults.lost_early({r: f"{self._name(r)} {end}" for r, end in gone.items()})
+            if lost := self._lost():
+                return lost
             time.sleep(LONGEST_PAUSE)
         launched = "TORCHELASTIC_RUN_ID" in os.environ
         who = "the launcher" if launched else self._name(0)
@@ -240,14 +237,12 @@ class Handshake:
 
     def _report(self, error: CommError) -> CommError:
         """Tell the others why this rank gives up. The first report stands."""
-        self._notes.leave_first("fault", Report.of(error, self.rank).note())
+        self._notes.report(error, self.rank)
         faults.emit_fault(error)
         return error
 
     def _reported(self) -> CommError | None:
-        names = [self._name(r) for r in range(self.world)]
-        report = Report.read(self._notes.find("fault"), names)
-        return None if report is None or report.rank == self.rank else report.error(names)
+        return self._notes.reported([self._name(r) for r in range(self.world)], self.rank)
 
     def _reported_by_launcher(self) -> CommError | None:
         note = self._launchers.find(LAUNCHERS)

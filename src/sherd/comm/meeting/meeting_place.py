@@ -12,7 +12,6 @@ import logging
 import os
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
@@ -28,16 +27,9 @@ _times = itertools.count()
 _served: dict[tuple[str, int], TCPStore] = {}  # by this process, for as long as it lives: others may arrive late
 
 
-class MeetingPlace(NamedTuple):
-    """The store to meet in, and which rank of how many this is."""
-
-    store: Store
-    rank: int
-    world: int
-
-
-def from_environment(timeout: float) -> MeetingPlace:
-    """The place that MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE describe."""
+def from_environment(timeout: float) -> tuple[Store, int, int]:
+    """The store to meet in, and which rank of how many this is: what MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE
+    say."""
     rank, world, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     check_files(world)
     address = os.environ.get("MASTER_ADDR", "")
@@ -59,7 +51,7 @@ def from_environment(timeout: float) -> MeetingPlace:
     # A new prefix for every time that ranks meet, and every time that a launcher restarts them: nothing from before is
     # found there.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return MeetingPlace(PrefixStore(f"sherd/meeting/{attempt}/{next(_times)}", store), rank, world)
+    return PrefixStore(f"sherd/meeting/{attempt}/{next(_times)}", store), rank, world
 
 
 def _reach(address: str, port: int, rank: int, timeout: float) -> TCPStore:

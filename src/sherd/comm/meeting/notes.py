@@ -3,6 +3,9 @@
 Anyone who reaches the store can write to it, so a note is JSON with an HMAC by a key of the job (see `seal`), which
 covers its key in the store too. A note without one is ignored. And the store may be on a host that can no longer be
 reached, so nothing waits long for an answer (see `Inquiry`).
+
+One of them is a *report*: why a rank gave up. Without a token anyone may have left one, so nothing is assumed about its
+form.
 """
 
 from __future__ import annotations
@@ -18,13 +21,15 @@ from typing import Any
 from torch.distributed import DistError, DistNetworkError, Store
 
 from sherd.comm.trust.seal import Seal
-from sherd.errors import CommError
+from sherd.errors import CommError, Diverged, PeerLost, TimedOut
 
 LAUNCHERS = "sherd/launch/fault"
 """Where `sherd run` says which of its ranks failed, for ranks and launchers on other hosts that wait for it."""
 FORGED = object()
 """Stands for a note that is not sealed with this key."""
 LIMIT = 0.5  # seconds; an answer takes less than a millisecond
+_KINDS: dict[type[CommError], str] = {Diverged: "diverged", PeerLost: "lost", TimedOut: "late"}
+_ERRORS = {kind: error for error, kind in _KINDS.items()}
 
 
 class Inquiry:
@@ -151,6 +156,25 @@ class Notes(Inquiry):
         """Whether someone left this mark."""
         return bool(self.ask(lambda store: store.check([key])))
 
+    def report(self, error: CommError, rank: int) -> None:
+        """Tell the others why this rank gives up. The first report stands."""
+        kind = _KINDS.get(type(error), "failed")
+        self.leave_first("fault", {"kind": kind, "rank": rank, "ranks": error.ranks, "text": str(error)})
+
+    def reported(self, names: Sequence[str], rank: int) -> CommError | None:
+        """What another of the ranks with these names has reported, as an error of `rank`; None if it cannot be read."""
+        note = self.find("fault")
+        try:
+            kind, sender, ranks = str(note["kind"]), int(note["rank"]), [int(r) for r in note["ranks"]]
+            text = printable(note["text"])
+        except (LookupError, TypeError, ValueError):
+            return None
+        if sender == rank or not 0 <= sender < len(names):
+            return None
+        if kind not in _ERRORS:
+            return PeerLost(f"{names[sender]} failed with {text}", (sender,))
+        return _ERRORS[kind](text if kind == "diverged" else f"{names[sender]} reports: {text}", tuple(ranks))
+
     def answers(self) -> bool:
         """Whether the store answers."""
         return self.ask(lambda _: True) is True
@@ -171,6 +195,11 @@ class Notes(Inquiry):
             return FORGED if opened is None else json.loads(opened)
         except (ValueError, RecursionError):  # anyone could write it
             return FORGED
+
+
+def printable(words: object) -> str:
+    """What others wrote, made safe for a terminal."""
+    return "".join(letter for letter in str(words) if letter.isprintable() or letter == "\n")[:4000]
 
 
 class _Question:

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Sequence
 
 from sherd.comm.host.joining.reception import Card, credentials
-from sherd.comm.host.memory import Keeper, MemfdKeeper, SharedBlock
+from sherd.comm.host.memory import SharedBlock, new_memory
 from sherd.comm.meeting.peers import Peers
 from sherd.comm.waiting.patience import Stopwatch
 from sherd.errors import CommError, PeerLost, TimedOut, Unsupported
@@ -46,13 +46,12 @@ class Link:
         self.reads_remote = reads_remote
         self.is_leader = rank == members[0]
         self._sockets = sockets
-        self._keeper: Keeper = MemfdKeeper()
 
     def share(
         self, label: str, nbytes: int, timeout: float, check: Check = lambda: None, keep: bool = False
     ) -> SharedBlock:
         """A new block, mapped by every member. Collective. With `keep` the block keeps its descriptor."""
-        created = [self._keeper.create(label, nbytes)] if self.is_leader else []
+        created = [new_memory(label, nbytes)] if self.is_leader else []
         fds = self._distribute(created, label, timeout, check)
         try:
             block = SharedBlock(fds[0])
@@ -80,10 +79,13 @@ class Link:
         if self.is_leader:
             fds = [os.pidfd_open(os.getpid()), *map(self._handle, self.members[1:])]
         fds = self._distribute(fds, "pidfds", timeout, check)
-        index = self.members.index(self.rank)
-        os.close(fds[index])
-        others = [i for i in range(len(self.members)) if i != index]
-        return Peers({numbers[i]: self.cards[i].pid for i in others}, {numbers[i]: fds[i] for i in others})
+        peers = Peers()
+        for member, number, card, fd in zip(self.members, numbers, self.cards, fds, strict=True):
+            if member == self.rank:
+                os.close(fd)
+            else:
+                peers.add(number, card.pid, fd)
+        return peers
 
     def close(self) -> None:
         for sock in self._sockets.values():

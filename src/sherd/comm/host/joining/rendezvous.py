@@ -10,17 +10,19 @@ Both ends check with the kernel that the other runs as the same user.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sherd.comm.host import remote_reader
+from sherd.comm.host import futex, remote_reader
 from sherd.comm.host.joining.link import Check, Link
 from sherd.comm.host.joining.reception import Card, Reception, credentials
-from sherd.comm.host.joining.support import unsupported_reason
+from sherd.comm.host.memory import SharedBlock, new_memory
 from sherd.config import CommOptions
 from sherd.errors import ConfigError
 
@@ -113,3 +115,25 @@ def _find_leader(rank: int, cards: list[Card], groups: list[str]) -> tuple[int, 
             pass  # not on this machine, or in another network namespace
         sock.close()
     return rank, None
+
+
+@functools.cache
+def unsupported_reason() -> str | None:
+    """Why the host transport cannot work here, or None. Tries each thing it needs instead of guessing."""
+    if sys.platform != "linux":
+        return f"it needs Linux, this is {sys.platform}"
+    if not futex.available():
+        return f"it knows no futex call for {os.uname().machine}"
+    try:
+        fd = new_memory("probe", 1)
+        try:
+            block = SharedBlock(fd)
+        finally:
+            os.close(fd)
+        futex.wake(block.address)
+        os.close(os.pidfd_open(os.getpid()))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(f"\0sherd-probe-{os.getpid()}-{os.urandom(8).hex()}")
+    except (OSError, AttributeError) as error:
+        return f"memfd, pidfd or abstract sockets are not available: {error}"
+    return None

@@ -69,7 +69,7 @@ class Channels:
         self._block = block
         self._board = board
         self._memory = memory
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._names = names
         self._numbers = numbers
         self._views = Memo[tuple[int, int, torch.dtype], Tensor](1024)
@@ -85,7 +85,7 @@ class Channels:
 
     def made(self) -> tuple[int, list[int], list[int]]:
         """The calls of this rank so far: its last collective, and its messages to and from every rank."""
-        last = self._scheduler.last_collective()
+        last = self.scheduler.last_collective()
         return last, [end.messages for end in self._out], [end.messages for end in self._in]
 
     def send(self, call: Call, site: Site, source: Tensor, to: int) -> Handle:
@@ -99,7 +99,7 @@ class Channels:
             return Done(source)
         o = self._operation(call, site, end)
         o.steps = self._send_steps(o, end, source)
-        return self._scheduler.issue_message(o, end.queue)
+        return self.scheduler.issue_message(o, end.queue)
 
     def recv(self, call: Call, site: Site, target: Tensor, source: int) -> Handle:
         if not self._used:
@@ -107,11 +107,11 @@ class Channels:
         end = self._in[source]
         if target.numel() * target.element_size() <= CHUNK_BYTES:
             end.messages += 1
-            small = _SmallRecv(self._scheduler, end, call, site, target, source, self)
-            return self._scheduler.issue_message(small, end.queue)
+            small = _SmallRecv(self, end, call, site, target, source)
+            return self.scheduler.issue_message(small, end.queue)
         o = self._operation(call, site, end)
         o.steps = self._recv_steps(o, end, target, source)
-        return self._scheduler.issue_message(o, end.queue)
+        return self.scheduler.issue_message(o, end.queue)
 
     def take_small(self, o: _SmallRecv) -> None:
         """Take a message of one chunk, which has arrived."""
@@ -198,12 +198,12 @@ class Channels:
 
     def _operation(self, call: Call, site: Site, end: _End) -> SteppedOperation:
         end.messages += 1
-        return SteppedOperation(self._scheduler, end.messages, call, site)
+        return SteppedOperation(self.scheduler, end.messages, call, site)
 
     def _end(self, source: int, to: int) -> _End:
         board = self._board
         offset = (source * board.world + to) * _CHANNEL_BYTES
-        return _End(offset, board.sent(source, to), board.taken(source, to), self._scheduler.new_queue())
+        return _End(offset, board.sent(source, to), board.taken(source, to), self.scheduler.new_queue())
 
     def _diverged(self, o: SteppedOperation | _SmallRecv, source: int, where: int) -> Diverged:
         me = self._board.rank
@@ -221,17 +221,8 @@ class _SmallRecv(Operation):
 
     __slots__ = ("_channels", "end", "site", "source", "target")
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        end: _End,
-        call: Call,
-        site: Site,
-        target: Tensor,
-        source: int,
-        channels: Channels,
-    ) -> None:
-        super().__init__(scheduler, end.messages, call)
+    def __init__(self, channels: Channels, end: _End, call: Call, site: Site, target: Tensor, source: int) -> None:
+        super().__init__(channels.scheduler, end.messages, call)
         self.end = end
         self.site = site
         self.source = source

@@ -13,6 +13,7 @@ of the chunks, and reading it first took a tenth longer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,21 @@ Room = Callable[[int, int, int], Tensor]
 """room(rank, start, stop): where these elements of a rank's contribution may be read to."""
 
 
+class _Movement(NamedTuple):
+    """How the contributions of some ranks move: `numel` elements of each, cut by `g` into chunks of a ring."""
+
+    o: SteppedOperation
+    staging: Staging
+    g: Geometry
+    numel: int
+    contributors: Sequence[int]
+    dtype: torch.dtype
+    codec: Codec | None
+    room: Room | None
+    first: int = 0
+    """chunks that earlier movements of the operation used"""
+
+
 class Streams:
     """Moves tensors between the ranks of a host. The generators are the steps of operations."""
 
@@ -47,8 +63,6 @@ class Streams:
         self._small, self._large = small, large
         self._memory = memory
         self._rank, self._world = headers.board.rank, headers.board.world
-        self._posted_by_peers, self._done_by_peers = headers.posted_by_peers, headers.done_by_peers
-        self._my_posted, self._my_done = headers.my_posted, headers.my_done
         self._remote = remote
         self._geometries = Memo[tuple[Call, int, int, bool], Geometry]()
 
@@ -79,47 +93,40 @@ class Streams:
         `last` unless other movements of the same operation follow. `own` replaces this rank's own part of `source`,
         which no other rank reads unless it is staged whole or through a codec.
         """
-        rank, world = self._rank, self._world
+        rank, world, size = self._rank, self._world, source.element_size()
         # A small contribution is staged whole: one copy costs less than several. Otherwise, without a codec, no rank
         # reads its own piece from a chunk, so that needs no room. All movements of an operation use one ring.
-        whole = last and codec is None and is_small(world * cut * source.element_size())
+        whole = last and codec is None and is_small(world * cut * size)
         staging = self._small if whole else self._large
         if whole:
-            g = Geometry(cut, 1 if cut else 0, cut * source.element_size())
+            g = Geometry(cut, 1 if cut else 0, cut * size)
         else:
-            g = self._geometry(o.call, cut, world if codec else world - 1, source.element_size(), codec, staging)
+            g = self._geometry(o.call, cut, world if codec else world - 1, size, codec, staging)
+        m = _Movement(o, staging, g, cut, range(world), source.dtype, codec, room)
         mine = min(cut, max(source.numel() - rank * cut, 0))
-        lent = self._lend(source, codec, room is not None and g.chunks > staging.chunks)
 
         def stage(chunk: int, index: int) -> None:
             if whole:
-                self._write(staging, chunk, 0, source, None)
+                self._write(m, chunk, 0, source)
                 return
             for r in range(world):
                 start = r * cut + index * g.elements
                 stop = min(start + g.elements, (r + 1) * cut, source.numel())
                 if start < stop and (codec or r != rank):
-                    self._write(staging, chunk, _piece(r, rank, codec) * g.stride, source[start:stop], codec)
+                    self._write(m, chunk, _piece(r, rank, codec) * g.stride, source[start:stop])
 
         def part(r: int, start: int, stop: int, index: int) -> Tensor:
             if r == rank and codec is None:
                 return source[rank * cut + start : rank * cut + stop] if own is None else own[start:stop]
             offset = (rank if whole else _piece(rank, r, codec)) * g.stride
-            if o.is_private(r):
-                return self._read_remote(o, r, rank * cut + start, start, stop, source.dtype, room)
-            return self._read(o, staging, r, rank * cut + start, index, offset, stop - start, source.dtype, codec)
+            return self._read(m, r, start, stop, index, rank * cut, offset)
 
         def receive(start: int, stop: int, index: int) -> None:
             stop = min(stop, mine)
             if start < stop:
                 take(start, stop, [part(r, start, stop, index) for r in range(world)])
 
-        yield from self._announce(o, lent, staging)
-        stages = None if lent[0] >= 0 else stage
-        yield from self._stream(o, staging, g, cut, stages, receive, range(world), last=last)
-        if lent[0] >= 0:
-            o.passed = last
-            yield self._done_by_peers, o.base + g.chunks
+        yield from self._move(m, source, stage, receive, last)
         o.used = g.chunks
 
     def gather(
@@ -131,26 +138,36 @@ class Streams:
         codec: Codec | None,
         take: Take,
         room: Room | None = None,
+        first: int = 0,
     ) -> Steps:
-        """Give every rank `source`, at most `cut` elements, and take what each of `contributors` gave."""
-        small = codec is None and is_small(cut * source.element_size())
-        staging = self._small if small else self._large
-        g = self._geometry(o.call, cut, 1, source.element_size(), codec, staging)
-        lent = STAGED
-        if self._rank in contributors:
-            lent = self._lend(source, codec, room is not None and g.chunks > staging.chunks)
-        yield from self._announce(o, lent, staging)
-        yield from self._gather(o, staging, source, cut, contributors, codec, take, lent, room=room)
-        if lent[0] >= 0:
-            o.passed = True
-            yield self._done_by_peers, o.base + g.chunks
+        """Give every rank `source`, at most `cut` elements, and take what each of `contributors` gave.
+
+        `first` is the number of chunks that earlier movements of the operation used.
+        """
+        rank, size = self._rank, source.element_size()
+        staging = self._small if not first and codec is None and is_small(cut * size) else self._large
+        g = self._geometry(o.call, cut, 1, size, codec, staging)
+        m = _Movement(o, staging, g, cut, contributors, source.dtype, codec, room, first)
+
+        def stage(chunk: int, index: int) -> None:
+            piece = source[index * g.elements : (index + 1) * g.elements]
+            if piece.numel():
+                self._write(m, chunk, 0, piece)
+
+        def part(r: int, start: int, stop: int, index: int) -> Tensor:
+            return source[start:stop] if r == rank and codec is None else self._read(m, r, start, stop, index)
+
+        def receive(start: int, stop: int, index: int) -> None:
+            take(start, stop, [part(r, start, stop, index) for r in contributors])
+
+        yield from self._move(m, source, stage, receive)
 
     def scatter_gather(
         self, o: SteppedOperation, source: Tensor, mine: Tensor, cut: int, codec: Codec | None, take: Take, spread: Take
     ) -> Steps:
         """A scatter whose `take` fills `mine`, then a gather of every rank's `mine`, used by `spread`."""
         yield from self.scatter(o, source, cut, codec, take, last=False)
-        yield from self._gather(o, self._large, mine, cut, range(self._world), codec, spread, STAGED, o.used)
+        yield from self.gather(o, mine, cut, range(self._world), codec, spread, first=o.used)
 
     def publish(self, o: SteppedOperation, source: Tensor, place: Tensor) -> Steps:
         """Write `source` into its `place` in a tensor that all ranks share, once none of them reads the old values."""
@@ -158,88 +175,50 @@ class Streams:
         yield from self._meet(o)
         if source.data_ptr() != place.data_ptr():
             place.copy_(source)
-        self._board.raise_flag(self._my_done, o.base + 1)
-        yield self._done_by_peers, o.base + 1
+        self._board.raise_flag(self._headers.my_done, o.base + 1)
+        yield self._headers.done_by_peers, o.base + 1
 
     # ---------------------------------------------------------------- their parts
 
-    def _lend(self, source: Tensor, codec: Codec | None, private: bool) -> Location:
-        """Where peers can read `source` in place; with `private`, possibly in this rank's own memory.
+    def _move(self, m: _Movement, source: Tensor, stage: Stage, receive: Receive, last: bool = True) -> Steps:
+        """Announce a movement, stream it, and wait for the readers of what this rank lends."""
+        gives = self._rank in m.contributors
+        lent = self._lend(m, source) if gives else STAGED
+        yield from self._announce(m.o, lent, m.staging)
+        yield from self._stream(m, stage if gives and lent[0] < 0 else None, receive, last)
+        if lent[0] >= 0:
+            m.o.passed = last
+            yield self._headers.done_by_peers, m.o.base + m.g.chunks
+
+    def _lend(self, m: _Movement, source: Tensor) -> Location:
+        """Where peers can read `source` in place, possibly in this rank's own memory.
 
         A small one is staged all the same: a copy costs less than waiting for readers, and an all-reduce in place may
         overwrite a small contribution while others read it.
         """
-        if codec is not None or is_small(source.numel() * source.element_size()):
+        if m.codec is not None or m.first or is_small(source.numel() * source.element_size()):
             return STAGED
         place = self._memory.find(source)
-        if place[0] < 0 and private and self._remote is not None:
+        if place[0] < 0 and self._remote is not None and m.room is not None and m.g.chunks > m.staging.chunks:
             return PRIVATE, source.data_ptr()
         return place
 
     def _announce(self, o: SteppedOperation, lent: Location, staging: Staging) -> Steps:
         """Write the header of an operation; its first contribution follows."""
         if o.posted:
-            return  # it was lent before it became a stream, and others may be reading its header
+            return  # by an earlier movement, or it was lent before it became a stream: others may be reading its header
         if not self._headers.is_free(o.number):
             yield self._headers.done_by_all, progress(o.number - HEADERS + 1)
         self._board.write_header(o.number, o.call, o.site, lent, staging.written)
 
-    def _gather(
-        self,
-        o: SteppedOperation,
-        staging: Staging,
-        source: Tensor,
-        cut: int,
-        contributors: Sequence[int],
-        codec: Codec | None,
-        take: Take,
-        lent: Location,
-        first: int = 0,
-        room: Room | None = None,
-    ) -> Steps:
-        rank = self._rank
-        g = self._geometry(o.call, cut, 1, source.element_size(), codec, staging)
-        gives = rank in contributors
-
-        def stage(chunk: int, index: int) -> None:
-            piece = source[index * g.elements : (index + 1) * g.elements]
-            if piece.numel():
-                self._write(staging, chunk, 0, piece, codec)
-
-        def part(r: int, start: int, stop: int, index: int) -> Tensor:
-            if r == rank and codec is None:
-                return source[start:stop]
-            if o.is_private(r) and first == 0:
-                return self._read_remote(o, r, start, start, stop, source.dtype, room)
-            return self._read(o, staging, r, start, index, 0, stop - start, source.dtype, codec, first)
-
-        def receive(start: int, stop: int, index: int) -> None:
-            take(start, stop, [part(r, start, stop, index) for r in contributors])
-
-        staged = gives and lent[0] < 0
-        yield from self._stream(o, staging, g, cut, stage if staged else None, receive, contributors, first)
-
-    def _stream(
-        self,
-        o: SteppedOperation,
-        staging: Staging,
-        g: Geometry,
-        numel: int,
-        stage: Stage | None,
-        receive: Receive,
-        contributors: Sequence[int],
-        first: int = 0,
-        last: bool = True,
-    ) -> Steps:
-        """Stage chunks ahead of the readers, and receive every rank's in step.
-
-        `first` is the number of chunks that earlier movements of the operation used. Without `stage`, this rank
-        contributes nothing, or lends its contribution.
-        """
-        base, count = o.base + first, g.chunks
+    def _stream(self, m: _Movement, stage: Stage | None, receive: Receive, last: bool) -> Steps:
+        """Stage chunks ahead of the readers, and receive every rank's in step. Without `stage`, this rank contributes
+        nothing, or lends its contribution."""
+        o, staging, g, headers = m.o, m.staging, m.g, self._headers
+        base, count = o.base + m.first, g.chunks
         if count == 0:
             o.staged_all = last
-            yield from self._meet(o, first)
+            yield from self._meet(o, m.first)
             return
         staged = 0
         if stage is None:
@@ -252,74 +231,62 @@ class Streams:
                 if needed and staged > index:
                     break  # read what has arrived before waiting for a chunk
                 if needed:
-                    yield self._done_by_peers, needed
+                    yield headers.done_by_peers, needed
                 stage(staging.take(base + staged + 1), staged)
                 staged += 1
                 self._post(o, base + staged)
                 o.staged_all = last and staged == count
-            yield self._posted_by_peers, base + index + 1
+            yield headers.posted_by_peers, base + index + 1
             if o.locations is None:
-                o.locations = self._headers.compare(o)
-                if count > 1 and all(o.locations[r][0] >= 0 for r in contributors):
-                    receive(0, numel, 0)
+                o.locations = headers.compare(o)
+                if count > 1 and all(o.locations[r][0] >= 0 for r in m.contributors):
+                    receive(0, m.numel, 0)
                     break
-            receive(index * g.elements, min((index + 1) * g.elements, numel), index)
+            receive(index * g.elements, min((index + 1) * g.elements, m.numel), index)
             if index + 1 < count:
-                self._board.raise_flag(self._my_done, base + index + 1)
-        self._board.raise_flag(self._my_done, base + count)
+                self._board.raise_flag(headers.my_done, base + index + 1)
+        self._board.raise_flag(headers.my_done, base + count)
 
     def _meet(self, o: SteppedOperation, first: int = 0) -> Steps:
         """Wait until every rank is here, with the same call."""
         self._post(o, o.base + first)
-        yield self._posted_by_peers, o.base + first
+        yield self._headers.posted_by_peers, o.base + first
         if o.locations is None:
             o.locations = self._headers.compare(o)
-        self._board.raise_flag(self._my_done, o.base + first)
+        self._board.raise_flag(self._headers.my_done, o.base + first)
 
     def _post(self, o: SteppedOperation, reached: int) -> None:
         # What was lent before it became a stream is posted already, and so may be what came after it.
-        if self._board.words[self._my_posted] < reached:
-            self._board.raise_flag(self._my_posted, reached)
+        if self._board.words[self._headers.my_posted] < reached:
+            self._board.raise_flag(self._headers.my_posted, reached)
         o.posted = True
 
-    def _write(self, staging: Staging, chunk: int, offset: int, piece: Tensor, codec: Codec | None) -> None:
-        if codec is None:
-            staging.view(self._rank, chunk, offset, piece.numel(), piece.dtype).copy_(piece)
+    def _write(self, m: _Movement, chunk: int, offset: int, piece: Tensor) -> None:
+        if m.codec is None:
+            m.staging.view(self._rank, chunk, offset, piece.numel(), piece.dtype).copy_(piece)
         else:
-            wire = staging.view(self._rank, chunk, offset, codec.wire_bytes(piece.numel()), torch.uint8)
-            encode(codec, piece, wire)
+            wire = m.staging.view(self._rank, chunk, offset, m.codec.wire_bytes(piece.numel()), torch.uint8)
+            encode(m.codec, piece, wire)
 
     def _read(
-        self,
-        o: SteppedOperation,
-        staging: Staging,
-        rank: int,
-        element: int,
-        index: int,
-        offset: int,
-        numel: int,
-        dtype: torch.dtype,
-        codec: Codec | None,
-        first: int = 0,
+        self, m: _Movement, rank: int, start: int, stop: int, index: int, before: int = 0, offset: int = 0
     ) -> Tensor:
-        """A part of what `rank` contributed: from `element` of what it lends, or in the index-th chunk it staged."""
-        assert o.locations is not None
-        block, where, chunk = o.locations[rank]
-        if block >= 0 and first == 0:
-            return self._memory.view((block, where + element * dtype.itemsize), numel, dtype)
+        """Elements [start, stop) of what `rank` gave: they begin `before` elements into what it lends, or `offset`
+        bytes into the index-th chunk that it staged."""
+        assert m.o.locations is not None
+        block, where, chunk = m.o.locations[rank]
+        if block >= 0 and m.first == 0:
+            where += (before + start) * m.dtype.itemsize
+            if block != PRIVATE:
+                return self._memory.view((block, where), stop - start, m.dtype)
+            assert self._remote is not None and m.room is not None
+            return self._remote.read(rank, where, m.room(rank, start, stop))
         if block < 0:
-            chunk += first
-        if codec is None:
-            return staging.view(rank, chunk + index, offset, numel, dtype)
-        wire = staging.view(rank, chunk + index, offset, codec.wire_bytes(numel), torch.uint8)
-        return decoded(codec, wire, numel, dtype)
-
-    def _read_remote(
-        self, o: SteppedOperation, rank: int, element: int, start: int, stop: int, dtype: torch.dtype, room: Room | None
-    ) -> Tensor:
-        """A part of what `rank` has in private memory, from `element` of it, read to where it belongs."""
-        assert o.locations is not None and self._remote is not None and room is not None
-        return self._remote.read(rank, o.locations[rank][1] + element * dtype.itemsize, room(rank, start, stop))
+            chunk += m.first
+        if m.codec is None:
+            return m.staging.view(rank, chunk + index, offset, stop - start, m.dtype)
+        wire = m.staging.view(rank, chunk + index, offset, m.codec.wire_bytes(stop - start), torch.uint8)
+        return decoded(m.codec, wire, stop - start, m.dtype)
 
     def _geometry(
         self, call: Call, numel: int, pieces: int, itemsize: int, codec: Codec | None, staging: Staging

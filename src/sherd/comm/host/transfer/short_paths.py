@@ -1,14 +1,18 @@
-"""Reductions of contributions that all ranks lend: one flag, one look at each peer's header, one reduction.
+"""Short paths through a collective: one flag, one look at each peer's header, one operation of torch.
 
-As with small calls, what is written to the board is the same as in a stream, so each rank may take either path. A rank
-that finds that another does not lend its contribution goes on as a stream.
+What is written to the board and the chunks is the same as in a stream, so each rank may take either path.
 
-An all-reduce in place is one exchange where every rank's contribution is lent: a rank reduces its slice of all of them,
-and writes the result into all of them. Nobody else touches that slice of any of them meanwhile.
+A *small* contribution fits a chunk of the small ring. There time is spent in Python and not on bytes: one copy in, and
+views that are kept from the first time.
+
+A contribution is *lent* where it lies in shared memory. A rank that finds that another does not lend its own goes on as
+a stream. An all-reduce in place is one exchange where every rank's contribution is lent: a rank reduces its slice of
+all of them, and writes the result into all of them. Nobody else touches that slice of any of them meanwhile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +21,111 @@ from torch.autograd.graph import increment_version
 
 from sherd.comm.calls import Call, Site
 from sherd.comm.host.board import CHUNK_BITS, HEADER_WORDS, HEADERS, IN_PLACE
-from sherd.comm.host.memory import PRIVATE, SharedMemory
-from sherd.comm.host.operation import Completes, Headers, SteppedOperation, Stream
-from sherd.comm.host.transfer.staging import is_small
+from sherd.comm.host.memory import PRIVATE, STAGED, SharedMemory
+from sherd.comm.host.operation import Completes, Headers, Operation, SteppedOperation, Stream
+from sherd.comm.host.transfer.staging import Staging, is_small
 from sherd.comm.host.transfer.streams import Streams
 from sherd.comm.summation import Combine
+
+Finish = Callable[[list[Tensor], Tensor], object]
+"""finish(parts, target): make the result from the contributions."""
+
+
+# ---------------------------------------------------------------- small
+
+
+@dataclass(frozen=True, slots=True)
+class SmallPlan:
+    """What stays the same each time a small call is made. Views are listed by staging chunk."""
+
+    call: Call
+    mine: Sequence[Tensor] | None  # where this rank's contribution goes
+    views: Sequence[Sequence[Tensor] | None]  # by rank: what this rank reads, None where a rank contributes nothing
+    finish: Finish
+    chunks: int  # 1, or 0 if there is nothing to read
+
+
+class SmallCalls:
+    """Issues small calls."""
+
+    def __init__(self, headers: Headers, staging: Staging, scheduler: Completes) -> None:
+        self.headers = headers
+        self.board = headers.board
+        self.staging = staging
+        self.scheduler = scheduler
+
+    def plan(
+        self, call: Call, source: Tensor, cut: int, contributors: Sequence[int], finish: Finish
+    ) -> SmallPlan | None:
+        """A plan for contributions like `source`, of which each rank reads `cut` elements, if they are small."""
+        numel, dtype = source.numel(), source.dtype
+        if not is_small(numel * dtype.itemsize):
+            return None
+        rank, world = self.board.rank, self.board.world
+        offset = rank * cut * dtype.itemsize if cut < numel else 0
+        reads = contributors if numel else ()
+        views = [self.staging.views(r, offset, cut, dtype) if r in reads else None for r in range(world)]
+        mine = self.staging.views(rank, 0, numel, dtype) if rank in reads else None
+        return SmallPlan(call, mine, views, finish, 1 if reads else 0)
+
+    def start(
+        self, number: int, plan: SmallPlan, site: Site, source: Tensor, target: Tensor, own: Tensor | None
+    ) -> Operation | None:
+        """Issue a small call; None if there is no room right now: a stream waits for it."""
+        staging, headers = self.staging, self.headers
+        if staging.free_after() or (number > headers.free and not headers.is_free(number)):
+            return None
+        o = SmallOperation(self, number, plan, target, own)
+        reached = o.base + plan.chunks
+        chunk = 0
+        if plan.mine is not None:
+            chunk = staging.take(reached)
+            plan.mine[chunk % staging.chunks].copy_(source)
+        self.board.write_header(number, plan.call, site, STAGED, chunk)
+        self.board.raise_flag(headers.my_posted, reached)
+        o.need = (headers.posted_by_peers, reached)
+        return o
+
+
+class SmallOperation(Operation):
+    """A small call under way: its contribution is posted, one step is left."""
+
+    __slots__ = ("_calls", "_own", "_plan", "_target")
+
+    posted = staged_all = True
+
+    def __init__(self, calls: SmallCalls, number: int, plan: SmallPlan, target: Tensor, own: Tensor | None) -> None:
+        # What the base class does, without calling it.
+        self._scheduler = calls.scheduler
+        self.number = number
+        self.base = number << CHUNK_BITS
+        self.call = plan.call
+        self.finished = False
+        self._plan = plan
+        self._target = target
+        self._own = own
+        self._calls = calls
+
+    def step(self) -> None:
+        """Every rank has posted: make the result."""
+        calls, plan, own = self._calls, self._plan, self._own
+        board, headers = calls.board, calls.headers
+        words, chunks, within = board.words, calls.staging.chunks, self.number % HEADERS * HEADER_WORDS
+        check, fingerprint = headers.check, plan.call.fingerprint
+        parts = []
+        for r, views in enumerate(plan.views):
+            header = board.headers[r] + within
+            if check and words[header] != fingerprint:
+                raise headers.diverged(self, r)
+            if views is not None:
+                parts.append(views[words[header + 4] % chunks] if own is None or r != board.rank else own)
+        if parts:
+            plan.finish(parts, self._target)
+        board.raise_flag(headers.my_done, self.base + plan.chunks)
+        self.finished = True
+
+
+# ---------------------------------------------------------------- lent
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +142,13 @@ class LentPlan:
 
 
 class LentCalls:
-    """Issues these reductions, which may yet become `streams`."""
+    """Issues reductions of contributions that are lent, which may yet become `streams`."""
 
-    def __init__(self, headers: Headers, memory: SharedMemory, streams: Streams) -> None:
+    def __init__(self, headers: Headers, memory: SharedMemory, streams: Streams, scheduler: Completes) -> None:
         self.headers = headers
         self.board = headers.board
         self.memory = memory
+        self.scheduler = scheduler
         self._streams = streams
 
     def plan(self, call: Call, source: Tensor, cut: int, combine: Combine, in_place: bool = False) -> LentPlan | None:
@@ -57,7 +162,6 @@ class LentCalls:
 
     def start(
         self,
-        scheduler: Completes,
         number: int,
         plan: LentPlan,
         site: Site,
@@ -72,7 +176,7 @@ class LentCalls:
             return None
         if plan.in_place:
             block |= IN_PLACE
-        o = LentOperation(scheduler, number, plan, site, target, own, stream, self)
+        o = LentOperation(self, number, plan, site, target, own, stream)
         reached = o.base + plan.chunks
         self.board.write_header(number, plan.call, site, (block, offset), self._streams.written)
         self.board.raise_flag(self.headers.my_posted, reached)
@@ -87,17 +191,16 @@ class LentOperation(SteppedOperation):
 
     def __init__(
         self,
-        scheduler: Completes,
+        calls: LentCalls,
         number: int,
         plan: LentPlan,
         site: Site,
         target: Tensor,
         own: Tensor | None,
         stream: Stream,
-        calls: LentCalls,
     ) -> None:
         # What the base classes do, without calling them.
-        self._scheduler = scheduler
+        self._scheduler = calls.scheduler
         self.number = number
         self.base = number << CHUNK_BITS
         self.call = plan.call
