@@ -5,6 +5,9 @@ READY := .venv/.ready
 READY_TO_TRAIN := .venv/.ready-to-train
 RANKS ?= auto
 ARGS ?=
+# Without restarts: after one, the scheduler waits for ever for tests that nobody has. A test that ends its worker, as
+# one that hangs does, then ends the run, and is named.
+SIDE_BY_SIDE := --numprocesses auto --dist loadfile --max-worker-restart 0
 
 .PHONY: help train quick test test-isa lint unit fuzz docs bench-collectives bench-training bench-overhead bench-memory bench-backend bench-cluster bench-edits bench-resnet clean
 .DEFAULT_GOAL := help
@@ -28,7 +31,7 @@ train: $(READY_TO_TRAIN) ## train a small GPT on RANKS ranks (one per core, at m
 	$(BIN)/sherd train gpt --ranks $(RANKS) $(ARGS)
 
 quick: lint ## linters, types, layers and the tests that start no process: under 90 s on two cores
-	$(BIN)/python -m pytest -m '(pure or fake) and not fuzz' --numprocesses auto --dist loadfile --max-worker-restart 0
+	$(BIN)/python -m pytest -m '(pure or fake) and not fuzz' $(SIDE_BY_SIDE)
 
 test: lint unit ## linters, types, layers and all tests
 
@@ -39,7 +42,7 @@ lint: $(READY) ## ruff, mypy --strict and the layers
 	$(BIN)/lint-imports
 
 unit: $(READY) ## all tests
-	$(BIN)/python -m pytest -m 'not fuzz and not alone' --numprocesses auto --dist loadfile --max-worker-restart 0
+	$(BIN)/python -m pytest -m 'not fuzz and not alone' $(SIDE_BY_SIDE)
 	$(BIN)/python -m pytest -m 'alone and not fuzz'
 
 test-isa: $(READY) ## the bitwise tests as on weaker CPUs: with lower instruction sets; prints what took effect

@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -18,6 +18,7 @@ from torch.distributed import DistError, TCPStore
 
 from sherd.cli.launch.request import Request
 from sherd.cli.machines import board, rendezvous
+from sherd.cli.machines.aside import NoAnswer
 from sherd.cli.machines.board import FAULT, OFF, PLAN, Board
 from sherd.cli.machines.news import Newsroom
 from sherd.cli.machines.rendezvous import meet, meet_alone
@@ -270,3 +271,25 @@ def test_a_store_that_never_answers_is_one_that_is_gone():
         assert asked.is_set()
     finally:
         over.set()
+
+
+def test_who_leaves_waits_for_a_silent_store_once(monkeypatch):
+    """And not for each of the last words: together they take longer than whoever asked for the end may wait."""
+    asked, pending = [], Future()
+
+    def no_answer(job, seconds):
+        asked.append(seconds)
+        raise NoAnswer(seconds, pending)
+
+    monkeypatch.setattr(board, "aside", no_answer)
+    monkeypatch.setattr(Newsroom, "_hear", lambda news: None)
+    ours = Board(SimpleNamespace(set_timeout=lambda _: None), TOKEN, "run")
+    news = Newsroom(SimpleNamespace(board=ours, hearing=None, machines=2, machine=0, first_rank=0, ranks=1))
+    news.tell(0, 1, "was stopped")
+    news.close(well=False, stopped=True)
+    with pytest.raises(KeyboardInterrupt), rendezvous._called_off(ours, request(0)):
+        raise KeyboardInterrupt
+    assert asked == [board.BRIEF_SECONDS]
+    pending.set_result(None)
+    news.tell_ended(well=False)
+    assert len(asked) == 2, "it answers again, so it is asked"

@@ -9,15 +9,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed import DistError
 
 T = TypeVar("T")
 
 
+class NoAnswer(DistError):
+    """A call has not returned in time; `pending` may still get its answer."""
+
+    def __init__(self, seconds: float, pending: Future[Any]) -> None:
+        super().__init__(f"no answer within {seconds:g} s")
+        self.pending = pending
+
+
 def aside(job: Callable[[], T], seconds: float | None = None) -> T:
-    """Run `job` in another thread; its result or error. A `DistError` after `seconds`, if given."""
+    """Run `job` in another thread; its result or error. `NoAnswer` after `seconds`, if given."""
     answer: Future[T] = Future()
 
     def work() -> None:
@@ -27,6 +35,6 @@ def aside(job: Callable[[], T], seconds: float | None = None) -> T:
             answer.set_exception(error)
 
     threading.Thread(target=work, name="sherd-launch-aside", daemon=True).start()
-    if not wait([answer], seconds).done:
-        raise DistError(f"no answer within {seconds:g} s")
+    if not wait([answer], seconds).done and seconds is not None:
+        raise NoAnswer(seconds, answer)
     return answer.result()

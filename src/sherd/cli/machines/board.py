@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store, TCPStore
 
-from sherd.cli.machines.aside import aside
+from sherd.cli.machines.aside import NoAnswer, aside
 from sherd.comm.meeting.notes import LAUNCHERS
 from sherd.comm.trust.seal import Seal
 
@@ -32,8 +32,9 @@ T = TypeVar("T")
 class Board:
     """The store as a message board. Its errors are `torch.distributed.DistError`s: machine 0 is gone.
 
-    No answer within `patience` is such an error too. Without that limit a call blocks as long as machine 0 is silent,
-    and so do signals: only for background threads.
+    No answer within `patience` is such an error too, at once while an earlier call is still without one: the calls of
+    a connection wait for each other. Without that limit a call blocks as long as machine 0 is silent, and so do
+    signals: only for background threads.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class Board:
         self.run = run  # its id; None until machine 0 has sent it
         self.patience = patience
         self.strange: set[str] = set()  # keys with values that were not accepted
+        self._unanswered: NoAnswer | None = None
+        self._brief: Board | None = None
         store.set_timeout(ANSWER)
 
     def again(self) -> Board:
@@ -55,8 +58,12 @@ class Board:
         return Board(connected(self.store.host, self.store.port), self.seal, self.run, patience=None)
 
     def brief(self) -> Board:
-        """The same for messages that must not take long: nothing reports that a cable is cut."""
-        return Board(self.store, self.seal, self.run, BRIEF_SECONDS)
+        """The same for messages that must not take long: nothing reports that a cable is cut. It is always the same
+        one, so that a launcher that leaves waits for a silent store once, and not for each of its last messages."""
+        if self._brief is None:
+            self._brief = Board(self.store, self.seal, self.run, BRIEF_SECONDS)
+        self._brief.run = self.run
+        return self._brief
 
     def write(self, key: str, news: News) -> None:
         packed = self._packed(key, news)
@@ -87,7 +94,15 @@ class Board:
         return self._ask(lambda: self.store.get(key) if self.store.check([key]) else b"")
 
     def _ask(self, job: Callable[[], T]) -> T:
-        return job() if self.patience is None else aside(job, self.patience)
+        if self.patience is None:
+            return job()
+        if self._unanswered and not self._unanswered.pending.done():
+            raise self._unanswered
+        try:
+            return aside(job, self.patience)
+        except NoAnswer as error:
+            self._unanswered = error
+            raise
 
     def _packed(self, key: str, news: News) -> bytes:
         data = json.dumps({**news, "run": self.run}).encode()
