@@ -1,7 +1,7 @@
 """How ranks find and identify each other before they have a communicator, and notice when a process ends.
 
 `network` (which interface leads to the other hosts), `meeting_place` (the store that ranks meet in), `notes` (what they
-leave for each other there, sealed) and `reports` (why a rank gave up); `peers` and `guard` (whether processes of this
-host and of others still run), `presence` (who has arrived, and who has ended since); and `handshake`, which puts them
-together.
+leave for each other there, sealed), `tickets` (numbers that they draw there) and `reports` (why a rank gave up);
+`peers` and `guard` (whether processes of this host and of others still run), `presence` (who has arrived, and who has
+ended since); and `handshake`, which puts them together.
 """
