@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sherd.config import CommOptions, LoaderOptions, StepOptions
 from sherd.errors import (
+    ChunkFailed,
     CodecFailed,
     CommClosed,
     CommError,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         world,
     )
     from sherd.api.helpers.log import log
+    from sherd.mapreduce import evaluate, map_reduce
     from sherd.ranks import launch
     from sherd.strategies import DDP, Gossip, Strategy, ZeRO
 
@@ -57,11 +59,13 @@ _LAZY = {
     **dict.fromkeys(("barrier", "broadcast", "gather", "is_main", "main_first", "mean", "print"), "sherd.api"),
     **dict.fromkeys(("progress", "rank", "seed", "world"), "sherd.api"),
     "launch": "sherd.ranks",
+    **dict.fromkeys(("evaluate", "map_reduce"), "sherd.mapreduce"),
     **dict.fromkeys(("DDP", "Gossip", "Strategy", "ZeRO"), "sherd.strategies"),
 }
 
 __all__ = [
     "DDP",
+    "ChunkFailed",
     "CodecFailed",
     "CommClosed",
     "CommError",
@@ -86,6 +90,7 @@ __all__ = [
     "consensus",
     "describe",
     "distribute",
+    "evaluate",
     "full_grad",
     "full_parameters",
     "gather",
@@ -93,6 +98,7 @@ __all__ = [
     "launch",
     "log",
     "main_first",
+    "map_reduce",
     "mean",
     "no_sync",
     "observe",

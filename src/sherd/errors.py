@@ -8,6 +8,7 @@
     |  |- TimedOut             a rank did not reach a call in time
     |  |- CodecFailed          a codec could not encode or decode
     |  `- CommClosed           a communicator was used after close() or after it failed
+    |- ChunkFailed             a chunk of a map_reduce or an evaluation failed (carries its traceback)
     |- Unsupported             this machine or this torch cannot do it
     `- RankFailed              one or more ranks of a launch failed (carries every traceback)
 
@@ -54,6 +55,16 @@ class CodecFailed(CommError):
 
 class CommClosed(CommError):
     """A communicator was used after `close()`, or after an error had broken it."""
+
+
+class ChunkFailed(SherdError, RuntimeError):
+    """A chunk of `sherd.map_reduce` or `sherd.evaluate` failed, on whichever rank. `chunk` is its number, and `item`
+    that of the item at which it failed; both are -1 if results could not be merged."""
+
+    def __init__(self, message: str, chunk: int = -1, item: int = -1) -> None:
+        super().__init__(message)
+        self.chunk = chunk
+        self.item = item
 
 
 class Unsupported(SherdError, RuntimeError):

@@ -71,7 +71,7 @@ def find_engine(member: nn.Module | nn.Parameter) -> Engine | None:
     return None if reference is None else reference()
 
 
-def _engines_of(module: nn.Module) -> list[Engine]:
+def engines_of(module: nn.Module) -> list[Engine]:
     """The engines of all distributed models that it is, contains or is part of."""
     return list({id(engine): engine for engine in map(find_engine, module.modules()) if engine is not None}.values())
 
@@ -84,7 +84,7 @@ def _lives_in_ours(parameter: nn.Parameter) -> bool:
 
 def _load(module: nn.Module, assign: bool, original: Callable[[], Any]) -> Any:
     """What `module.load_state_dict(...)` does."""
-    engines = _engines_of(module)
+    engines = engines_of(module)
     if engines and assign:
         raise ConfigError(
             "load_state_dict(assign=True) would replace the tensors that the ranks train; write load_state_dict(state)"
@@ -106,7 +106,7 @@ def _load(module: nn.Module, assign: bool, original: Callable[[], Any]) -> Any:
 
 def _save(module: nn.Module, original: Callable[[], Any]) -> Any:
     """What `module.state_dict()` does."""
-    engines = _engines_of(module)
+    engines = engines_of(module)
     for engine in engines:
         engine.torn.refuse("model.state_dict()")
     state = original()

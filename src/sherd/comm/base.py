@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import Store
 
 from sherd.comm import closing
 from sherd.comm.calls import Call, Site, call_site
@@ -74,6 +75,8 @@ class Communicator(ABC):
         #: The ranks of each host, where that is known; else all on one.
         self.hosts: Sequence[Sequence[int]] = [list(range(world))]
         self.closed = False
+        #: Where all these ranks can write, and others perhaps too: see `meeting`. None where there is no such place.
+        self.store: Store | None = None
         #: What proves that a pickle comes from one of these ranks; None where none is needed, or pickles are not sent.
         self.seal: Seal | None = None
         #: To be held for each call and each wait by whoever lets several threads use it. See `use_here`.
@@ -207,7 +210,7 @@ class Communicator(ABC):
 
     def all_gather_object(self, obj: Any, what: str = "") -> list[Any]:
         """Every rank's small object, in rank order. `what` is compared, as in `all_gather`."""
-        call = self._object_call("all_gather_object")
+        call = self.object_call("all_gather_object")
         data = call.packed(obj, self.rank)
         sizes = self.all_gather(torch.tensor([data.numel()]), what=what).wait().tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -223,13 +226,14 @@ class Communicator(ABC):
 
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
         """Rank `root`'s small object, on every rank."""
-        call = self._object_call("broadcast_object")
+        call = self.object_call("broadcast_object")
         data = call.packed(obj, root) if self.rank == root else torch.empty(0, dtype=torch.uint8)
         size = int(self.broadcast(torch.tensor([data.numel()]), root).wait())
         payload = data if self.rank == root else torch.empty(size, dtype=torch.uint8)
         return call.unpacked([self.broadcast(payload, root).wait()], [root])[0]
 
-    def _object_call(self, operation: str) -> ObjectCall:
+    def object_call(self, operation: str) -> ObjectCall:
+        """How this rank packs and reads the objects of a call that all ranks make."""
         self._objects += 1
         return ObjectCall(operation, self._objects, self.world, self.trusts_memory, self.seal)
 

@@ -139,7 +139,7 @@ def _join(handshake: Handshake, options: CommOptions, new_wire: NewWire) -> Comm
     except BaseException as error:
         communicator.close(error)
         raise
-    communicator.hosts = meeting.hosts
+    communicator.hosts, communicator.store = meeting.hosts, handshake.store
     hosts = [[meeting.cards[r].name for r in host] for host in meeting.hosts]
     if isinstance(communicator, HostCommunicator):  # which watches the others itself
         handshake.let_go()

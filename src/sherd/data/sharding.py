@@ -173,7 +173,7 @@ def _dealt(loader: DataLoader[Any], comm: Communicator, seat: Seat, batch: int |
         indices = Samples(comm, seat, sampler, batch, drop_last)
     _check_in_order(loader, comm, full=drop_last)
     common = {"scheme": "dealt", "batch_size": batch, "drop_last": drop_last, "samples": length(loader.dataset)}
-    common["subset"] = _chosen(loader.dataset)
+    common["subset"] = subset_checksum(loader.dataset)
     return Sharding(loader, batch, Dealing(comm, indices), common, None)
 
 
@@ -209,12 +209,12 @@ def _check_in_order(loader: DataLoader[Any], comm: Communicator, full: bool) -> 
         )
 
 
-def _chosen(dataset: Any) -> int:
+def subset_checksum(dataset: Any) -> int:
     """A checksum of the subset chosen: `random_split` depends on the seed, which may differ between ranks."""
     if isinstance(dataset, ConcatDataset):
-        return zlib.crc32(repr([_chosen(part) for part in dataset.datasets]).encode())
+        return zlib.crc32(repr([subset_checksum(part) for part in dataset.datasets]).encode())
     if isinstance(dataset, Subset):
-        return zlib.crc32(repr([int(index) for index in dataset.indices]).encode(), _chosen(dataset.dataset))
+        return zlib.crc32(repr([int(index) for index in dataset.indices]).encode(), subset_checksum(dataset.dataset))
     return 0
 
 

@@ -88,6 +88,7 @@ register_kind("step", "loss", extra=True)
 register_kind("log", "figures", "n")
 register_kind("sample", "text", extra=True)
 register_kind("run.length", "steps")
+register_kind("map", "name", "items", "chunk", "chunks", "seconds")
 register_kind("span", "name", "begin_ns", "end_ns", extra=True)
 
 

@@ -80,10 +80,10 @@ class Loop:
             self._bar = _Bar(self._desc, self.total)
         _loops.append(self)
 
-    def advance(self) -> None:
-        self.done += 1
+    def advance(self, count: int = 1) -> None:
+        self.done += count
         if self._bar is not None:
-            self._bar.advance()
+            self._bar.advance(count)
         elif is_main() and sys.stderr is not None and not _is_terminal():
             self._write()
 
@@ -128,8 +128,8 @@ class _Bar:
         kind._open += 1
         self._task = kind._display.add_task(desc, total=total)
 
-    def advance(self) -> None:
-        self._display.advance(self._task)
+    def advance(self, count: int) -> None:
+        self._display.advance(self._task, count)
 
     def close(self) -> None:
         kind = type(self)

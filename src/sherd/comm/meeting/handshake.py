@@ -47,7 +47,7 @@ class Handshake:
     their numbers in the world. Collective."""
 
     def __init__(self, store: Store, rank: int, world_ranks: Sequence[int], options: CommOptions) -> None:
-        self.rank, self.world = rank, len(world_ranks)
+        self.rank, self.world, self.store = rank, len(world_ranks), store
         check_files(self.world)  # gloo ends the process if it runs out of them
         self.token = seal_of_token()
         self._world_ranks = world_ranks

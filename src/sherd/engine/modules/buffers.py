@@ -11,7 +11,8 @@ running statistics without changing a version. They are small, and are compared 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,10 @@ class BufferSlot:
     def tensor(self) -> Tensor | None:
         """The buffer that is registered now."""
         return self._registry.get(self._key)
+
+    def put(self, tensor: Tensor) -> None:
+        """Register another one."""
+        self._registry[self._key] = tensor
 
     @property
     def form(self) -> BufferSpec:
@@ -96,6 +101,30 @@ class BufferSync:
             self._equalise([tensor for place in changed if (tensor := place.tensor) is not None])
         for place in changed:
             place.accept()
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Inside, buffers are what `sync` would make of them; afterwards they are as they were. Collective as `sync`.
+
+        Other tensors stand in for them: a backward that is still to come may need those that are there.
+        """
+        with ExitStack() as undo:
+            if self._places:
+                with torch.no_grad(), labelled("the buffers of an evaluation"):
+                    changed = self._changed_anywhere()
+                    self._equalise([stand_in for place in changed for stand_in in self._replace(place, undo)])
+            yield
+
+    def _replace(self, changed: BufferSlot, undo: ExitStack) -> Iterator[Tensor]:
+        """Put a copy wherever the tensor of a slot is registered, until `undo`."""
+        tensor = changed.tensor
+        if tensor is not None:
+            stand_in = tensor.detach().clone()
+            for place in self._places:
+                if place.tensor is tensor:
+                    undo.callback(place.put, tensor)
+                    place.put(stand_in)
+            yield stand_in
 
     def _changed_anywhere(self) -> list[BufferSlot]:
         """The buffers that changed on any rank; some ranks may have skipped a branch of the model. Collective."""
