@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     )
     from sherd.api.helpers.log import log
     from sherd.ranks import launch
-    from sherd.strategies import DDP, Strategy, ZeRO
+    from sherd.strategies import DDP, DiLoCo, LocalSGD, Strategy, ZeRO
 
 __version__ = "0.1.0"
 
@@ -54,7 +54,7 @@ _LAZY = {
     **dict.fromkeys(("barrier", "broadcast", "gather", "is_main", "main_first", "mean", "print"), "sherd.api"),
     **dict.fromkeys(("progress", "rank", "seed", "world"), "sherd.api"),
     "launch": "sherd.ranks",
-    **dict.fromkeys(("DDP", "Strategy", "ZeRO"), "sherd.strategies"),
+    **dict.fromkeys(("DDP", "DiLoCo", "LocalSGD", "Strategy", "ZeRO"), "sherd.strategies"),
 }
 
 __all__ = [
@@ -64,8 +64,10 @@ __all__ = [
     "CommError",
     "CommOptions",
     "ConfigError",
+    "DiLoCo",
     "Diverged",
     "LoaderOptions",
+    "LocalSGD",
     "PeerLost",
     "RankFailed",
     "SherdError",

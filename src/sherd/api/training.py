@@ -188,7 +188,7 @@ class Training:
         store = self.engine.store
         kinds = {"parameters": store.bytes(), **self.engine.gradient_bytes(), "optimizer state": self.state_bytes()}
         kinds["buckets"] += store.gathered_bytes()
-        return kinds
+        return {**kinds, **self.engine.policy.bytes()}
 
 
 def refuse_strangers(parameters: Sequence[nn.Parameter], known: Sequence[nn.Parameter], where: str) -> None:

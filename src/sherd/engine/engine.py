@@ -288,7 +288,8 @@ class Engine:
         """The parameters of an optimizer change inside, by its step or by what teams exchange."""
         self.unchanged.check()
         shard = None if gradient.optimizer is None else self.shards[gradient.optimizer]
-        s = StepContext(gradient.calls, self.teams, self.buckets.of(gradient.optimizer), self.store, shard)
+        buckets, samples = self.buckets.of(gradient.optimizer), self.trained.samples
+        s = StepContext(gradient.calls, self.teams, buckets, self.store, shard, samples)
         meets = self.path is self.summed or self.policy.exchanges(s.step)
         with labelled(gradient.label):
             if self.unchanged.compares and meets:
