@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from sherd.api.helpers.log import log
     from sherd.mapreduce import evaluate, map_reduce
     from sherd.ranks import launch
-    from sherd.strategies import DDP, Gossip, Strategy, ZeRO
+    from sherd.strategies import DDP, DiLoCo, Gossip, LocalSGD, Strategy, ZeRO
 
 __version__ = "0.1.0"
 
@@ -60,7 +60,7 @@ _LAZY = {
     **dict.fromkeys(("progress", "rank", "seed", "world"), "sherd.api"),
     "launch": "sherd.ranks",
     **dict.fromkeys(("evaluate", "map_reduce"), "sherd.mapreduce"),
-    **dict.fromkeys(("DDP", "Gossip", "Strategy", "ZeRO"), "sherd.strategies"),
+    **dict.fromkeys(("DDP", "DiLoCo", "Gossip", "LocalSGD", "Strategy", "ZeRO"), "sherd.strategies"),
 }
 
 __all__ = [
@@ -71,9 +71,11 @@ __all__ = [
     "CommError",
     "CommOptions",
     "ConfigError",
+    "DiLoCo",
     "Diverged",
     "Gossip",
     "LoaderOptions",
+    "LocalSGD",
     "PeerLost",
     "RankFailed",
     "SherdError",

@@ -14,7 +14,7 @@ from sherd.comm import Communicator
 from sherd.config import CommOptions
 from sherd.strategies import Strategy
 
-StrategyName: TypeAlias = Literal["ddp", "gossip", "local", "zero1", "zero2", "zero3"]
+StrategyName: TypeAlias = Literal["ddp", "diloco", "gossip", "local", "local-sgd", "zero1", "zero2", "zero3"]
 AccumulateAt: TypeAlias = Literal["rank", "owner"]
 NonFinite: TypeAlias = Literal["skip", "raise", "allow"]
 LossReduction: TypeAlias = Literal["mean", "sum"]

@@ -61,6 +61,8 @@ def settle(policy: ExchangePolicy, options: StepOptions) -> None:
 def check_optimizer(optimizer: Optimizer, policy: ExchangePolicy, strategy: str, name: str = "") -> None:
     """Refuse an optimizer that cannot work in parts where that is what the strategy asks for."""
     name = name or type(optimizer).__name__
+    if why := policy.refuses(optimizer):
+        raise ConfigError(f"{name} cannot be used under strategy={strategy!r}: {why}")
     if policy.owns is Owns.EVERYTHING:
         # Not refused: one that divides the work among ranks, and does nothing to gradients, is right here too.
         if (collective := own_collective(optimizer)) and torch.distributed.get_rank() == 0:

@@ -30,7 +30,7 @@ def consensus(engine: Engine) -> Iterator[None]:
     engine.torn.refuse("sherd.consensus")
     if engine.unchanged.lent:
         raise SherdError(f"rank {engine.comm.number}: sherd.consensus inside full_parameters; leave that first")
-    s = StepContext(engine.steps, engine.teams, engine.buckets.buckets, engine.store, None)
+    s = StepContext(engine.steps, engine.teams, engine.buckets.buckets, engine.store, None, 0.0)
     engine.unchanged.check()
     mine, buffers = _copies(bucket.values.owned for bucket in s.buckets), _copies(engine.inventory.buffers)
     with engine.teams.everyone.counters.between_steps():

@@ -292,7 +292,8 @@ class Engine:
 
     def _context(self, gradient: Gradient) -> StepContext:
         shard = None if gradient.optimizer is None else self.shards[gradient.optimizer]
-        return StepContext(gradient.calls, self.teams, self.buckets.of(gradient.optimizer), self.store, shard)
+        buckets, samples = self.buckets.of(gradient.optimizer), self.trained.samples
+        return StepContext(gradient.calls, self.teams, buckets, self.store, shard, samples)
 
     @contextmanager
     def changing(self, s: StepContext, label: str, update: Update) -> Iterator[None]:

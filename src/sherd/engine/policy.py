@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from sherd.comm import Communicator, Handle
 from sherd.engine.buckets.bucket import Bucket
@@ -95,6 +96,8 @@ class StepContext:
     store: ParameterStore
     shard: Any
     """the optimizer on what this rank owns: `shard.step()`"""
+    samples: float = 0.0
+    """how many samples this rank has trained on so far; where losses are weighed, the sum of their weights"""
 
     @property
     def comm(self) -> Communicator:
@@ -177,6 +180,10 @@ class ExchangePolicy:
 
     def loaded(self, buckets: BucketList) -> None:
         """Parameters were loaded: all ranks have rank 0's values of them. Collective."""
+
+    def refuses(self, optimizer: Optimizer) -> str | None:
+        """Why this optimizer cannot be used, and what to write instead; None if it can."""
+        return None
 
     def bytes(self) -> dict[str, int]:
         """Bytes of what this policy keeps on this rank, by kind."""

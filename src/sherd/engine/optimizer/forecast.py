@@ -21,8 +21,8 @@ from sherd.engine.optimizer.inner import hyper_parameters, inherited, inner_opti
 _SIZES = (3, 5, 7, 11, 13, 17, 19, 23)
 """Dimensions of a small tensor: all different, so that each dimension of its state shows which one it follows."""
 
-Kept = list[tuple[tuple[int, ...], int]]
-"""The shapes of state tensors, and bytes per element."""
+Kept = list[tuple[tuple[int, ...], torch.dtype]]
+"""The shapes and dtypes of state tensors."""
 
 
 class Forecast:
@@ -43,7 +43,7 @@ class Forecast:
             kept = self._kept(group, tensor)
             if kept is None:
                 return None
-            total += sum(math.prod(_scaled(shape, tensor.shape)) * size for shape, size in kept)
+            total += sum(math.prod(_scaled(shape, tensor.shape)) * dtype.itemsize for shape, dtype in kept)
         return total
 
     def _kept(self, group: Mapping[str, Any], tensor: Tensor) -> Kept | None:
@@ -67,7 +67,16 @@ class Forecast:
         except Exception:  # a user's optimizer may raise anything, and some need a closure
             return None
         kept = (value for value in inner.state.get(small, {}).values() if isinstance(value, Tensor))
-        return [(tuple(value.shape), value.element_size()) for value in kept]
+        return [(tuple(value.shape), value.dtype) for value in kept]
+
+    def dtypes(self) -> set[torch.dtype]:
+        """Those of what is kept per element, as far as that is known."""
+        found: set[torch.dtype] = set()
+        for group in self._optimizer.param_groups:
+            for tensor in group["params"]:
+                kept = self._kept(group, tensor) or []
+                found.update(dtype for shape, dtype in kept if shape and len(shape) == tensor.dim())
+        return found
 
 
 def _scaled(shape: Sequence[int], real: Sequence[int]) -> list[int]:

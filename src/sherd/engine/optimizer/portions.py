@@ -7,6 +7,7 @@ a file does.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +62,12 @@ class FlatState:
             owned = bucket.values.owned
             found = self._flats[bucket, key, dtype] = owned.new_zeros(owned.numel(), dtype=dtype)
         return found
+
+    def kept(self, buckets: Iterable[Bucket]) -> Iterator[tuple[Bucket, Any, Tensor]]:
+        """What there is for these buckets, by key; in the same order on ranks that keep the same."""
+        for bucket in buckets:
+            its = [(key, flat) for (of, key, _), flat in self._flats.items() if of is bucket]
+            yield from ((bucket, key, flat) for key, flat in sorted(its, key=lambda each: str(each[0])))
 
 
 class Chunk(Portion):

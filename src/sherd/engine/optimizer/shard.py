@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
 from itertools import chain
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sherd.comm.base import Communicator
+from sherd.engine.buckets.bucket import Bucket
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.optimizer.elementwise import merging_unit
@@ -282,6 +283,10 @@ class OptimizerShard:
     def kept(self) -> Iterable[Part]:
         """What this owner keeps, by parameter."""
         return self._parts.values()
+
+    def flat_state(self, buckets: Iterable[Bucket]) -> Iterator[tuple[Bucket, Any, Tensor]]:
+        """What this owner keeps per element of these buckets, by key, as one tensor each."""
+        return self._flats.kept(buckets)
 
     def state_bytes(self) -> int:
         """Bytes of the state tensors that this owner keeps."""
