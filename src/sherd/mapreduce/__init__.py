@@ -2,12 +2,12 @@
 
 Read in this order: `tree` (the order of merging: pure arithmetic), `values`, `reductions` and `keys`; `sources` (what
 is mapped over), `agreeing` (what ranks compare first), `dealing` (who computes which chunk), `mapping` (the map phase),
-`grouping` (the reduce phase) and `map_reduce`; then `metrics`, `lock_step` and `evaluation`.
+`grouping` (the reduce phase) and `reducing` (`map_reduce` itself); then `metrics`, `lock_step` and `evaluation`.
 """
 
 from __future__ import annotations
 
 from sherd.mapreduce.evaluation import evaluate
-from sherd.mapreduce.map_reduce import map_reduce
+from sherd.mapreduce.reducing import map_reduce
 
 __all__ = ["evaluate", "map_reduce"]

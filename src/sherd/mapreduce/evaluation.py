@@ -19,9 +19,9 @@ from sherd.mapreduce import randomness
 from sherd.mapreduce.agreeing import Settings, compared
 from sherd.mapreduce.grouping import Entry, merging, reduced
 from sherd.mapreduce.lock_step import LockStep
-from sherd.mapreduce.map_reduce import checked_options, record
 from sherd.mapreduce.mapping import Job, MapPhase, Partial
 from sherd.mapreduce.metrics import Metric, metrics_of
+from sherd.mapreduce.reducing import checked_options, record
 from sherd.mapreduce.sources import Source, source_of
 
 WHAT = "sherd.evaluate"

@@ -86,7 +86,7 @@ class MapPhase:
         chunks = None if source.count is None else chunks_in(source.count, self._job.chunk)
         with Dealer(self._comm, self._name, chunks) as dealer, randomness.untouched():
             self._first_round(dealer)
-            while mine := self._settle():
+            while (mine := self._settle()) is not None:
                 with closing(self._read(iter(mine))) as reading:
                     for part, items in reading:
                         self._attempt(part, items)
@@ -147,8 +147,8 @@ class MapPhase:
 
     # ---------------------------------------------------------------- the end of a round
 
-    def _settle(self) -> list[int]:
-        """The chunks that this rank has to compute in another round; none if all are there. Collective."""
+    def _settle(self) -> list[int] | None:
+        """The chunks that this rank has to compute in another round; None if there is none. Collective."""
         failed = sorted(self._failures)
         gone = [chunk for chunk in failed if len(self._tried.get(chunk, ())) >= self._job.retries or chunk < 0]
         report = self._failures[(gone or failed)[0]] if failed else None
@@ -163,6 +163,8 @@ class MapPhase:
         missing = self._missing(told, chunks_in(count, self._job.chunk))
         self._failures.clear()
         self._job.source.count = count
+        if not missing:
+            return None
         # On another rank each time, as what failed may be the rank.
         to = {chunk: self._tried[chunk][-1] + 1 if chunk in self._tried else chunk for chunk in missing}
         return [chunk for chunk in missing if to[chunk] % self._comm.world == self._comm.rank]
