@@ -183,7 +183,7 @@ def _cluster(plan: Plan) -> Communicator:
     """Shared memory among the ranks of this host, a group for each column, and one among all ranks for the rest."""
     flat = _over_network(plan)
     during = partial(plan.handshake.during, "columns")
-    return ClusterCommunicator.over(flat, plan.meeting.link, plan.options, during, plan.handshake.check)
+    return ClusterCommunicator(flat, plan.meeting.link, plan.options, during, plan.handshake.check)
 
 
 def _over_network(plan: Plan) -> C10dCommunicator:

@@ -34,15 +34,6 @@ class Counts(NamedTuple):
         return Counts(self.loaded + other.loaded, self.counted + other.counted)
 
 
-class PassTotal:
-    """All batches of a pass so far. It outlives the pass, until the loader's next one."""
-
-    def __init__(self) -> None:
-        self.counts = Counts()
-        self.at = 0
-        """when the last one was yielded"""
-
-
 class Pass:
     """One loop over a loader, held by its iterator."""
 
@@ -50,7 +41,10 @@ class Pass:
         self.weight = 1.0
         self.batch: Counts | None = None
         """the current one"""
-        self.total = PassTotal()
+        self.total = Counts()
+        """of all batches so far"""
+        self.at = 0
+        """when the last one was yielded"""
         self.began = next(_now)
         self._loader = None if loader is None else weakref.ref(loader)
         self._unused = False  # nobody has asked for the weight of the current batch yet
@@ -71,12 +65,12 @@ class Pass:
             )
         self.weight = weight
         self.batch = Counts(samples, samples if weight else 0)
-        self.total.counts = self.total.counts.plus(self.batch)
-        self.total.at = next(_now)
+        self.total = self.total.plus(self.batch)
+        self.at = next(_now)
         self._unused = True
         loader = None if self._loader is None else self._loader()
         if loader is not None:
-            _totals[loader] = self.total
+            _totals[loader] = self.total, self.at
 
     def ends(self) -> None:
         """It has no current batch any more."""
@@ -90,7 +84,8 @@ class Pass:
 
 
 _passes: weakref.WeakSet[Pass] = weakref.WeakSet()
-_totals: weakref.WeakKeyDictionary[Any, PassTotal] = weakref.WeakKeyDictionary()  # of the last pass over each loader
+_totals: weakref.WeakKeyDictionary[Any, tuple[Counts, int]] = weakref.WeakKeyDictionary()
+"""Of the last pass over each loader: all of its batches so far, and when the last one was yielded."""
 
 
 def current() -> float:
@@ -116,8 +111,7 @@ def batches(loader: Any = None) -> list[Counts]:
 
 def total(loader: Any) -> Counts:
     """All batches of the last pass over `loader`, so far."""
-    found = _totals.get(loader)
-    return Counts() if found is None else found.counts
+    return _totals.get(loader, (Counts(), 0))[0]
 
 
 def matching(rows: int, loader: Any = None) -> set[Counts]:
@@ -129,9 +123,9 @@ def matching(rows: int, loader: Any = None) -> set[Counts]:
     if loader is not None:
         return {counts for counts in (*batches(loader), total(loader)) if counts.loaded == rows}
     inner = _innermost()
-    since = min((each.total.at for each in inner), default=0)
-    near = [each.batch for each in inner] + [each.counts for each in _totals.values() if each.at >= since]
-    far = [each.batch for each in _running()] + [each.counts for each in _totals.values()]
+    since = min((each.at for each in inner), default=0)
+    near = [each.batch for each in inner] + [counts for counts, at in _totals.values() if at >= since]
+    far = [each.batch for each in _running()] + [counts for counts, _ in _totals.values()]
     for candidates in (near, far):
         found = {counts for counts in candidates if counts is not None and counts.loaded == rows}
         if found:
@@ -141,13 +135,13 @@ def matching(rows: int, loader: Any = None) -> set[Counts]:
 
 def _running() -> list[Pass]:
     """Passes with a current batch, the one that yielded last first."""
-    return sorted((each for each in _passes if each.batch is not None), key=lambda each: -each.total.at)
+    return sorted((each for each in _passes if each.batch is not None), key=lambda each: -each.at)
 
 
 def _innermost() -> list[Pass]:
     """Those with no other nested in them."""
     passes = _running()
-    return [each for each in passes if not any(other.began > each.total.at for other in passes)]
+    return [each for each in passes if not any(other.began > each.at for other in passes)]
 
 
 def _newest() -> Pass | None:

@@ -7,10 +7,8 @@ import os
 import pickle
 import secrets
 import socket
-import sys
 import uuid
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from torch.distributed import TCPStore
 
@@ -53,15 +51,7 @@ def task(
     threads: int | None = None,
 ) -> bytes:
     """The run as bytes. `call` is a pickled `(fn, args)`; torchrun's variables override `environ`, `extra` both."""
-    work = Task(
-        call=call,
-        environ={**environ, **_torchrun_environ(world_size, port)},
-        extra=dict(extra or {}),
-        sys_path=list(sys.path),
-        cwd=str(Path.cwd()),
-        threads=threads,
-    )
-    return pickle.dumps(work)
+    return pickle.dumps(Task(call, {**environ, **_torchrun_environ(world_size, port)}, dict(extra or {}), threads))
 
 
 def _torchrun_environ(world_size: int, port: int) -> dict[str, str]:

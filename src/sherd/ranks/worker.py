@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -41,9 +41,9 @@ class Task:
     call: bytes  # pickled (fn, args), separately: a rank can only import fn once it has the caller's sys.path
     environ: dict[str, str]  # the caller's environment and the variables that all ranks share
     extra: dict[str, str]  # the caller's `env=`, which overrides everything
-    sys_path: list[str]
-    cwd: str
     threads: int | None  # for torch; None: its own choice when the process started
+    sys_path: list[str] = field(default_factory=sys.path.copy)
+    cwd: str = field(default_factory=os.getcwd)
 
 
 def main(rank: int, control: socket.socket, parent: int) -> None:

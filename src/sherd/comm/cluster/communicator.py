@@ -48,36 +48,19 @@ class ClusterCommunicator(Communicator):
     shares_memory = True
 
     def __init__(
-        self, flat: C10dCommunicator, inside: Inside, again: Inside, column: Wire, options: CommOptions
-    ) -> None:
-        super().__init__(flat.rank, flat.world, options)
-        self.names, self.lock, self.seal = flat.names, flat.lock, flat.seal
-        self._flat, self._inside, self._again = flat, inside, again
-        self._locals = inside.world
-        self._pool = BufferPool()
-        ranks = range(inside.rank, self.world, inside.world)
-        self._column = Column(flat, column, ranks, self._pool, options.check)
-        self._hosts, self._mine = self._column.hosts, self._column.mine
-        hosts = [part for part in (inside, again) if isinstance(part, HostCommunicator)]
-        self._pipeline = Pipeline([flat, *hosts, self._column], self.lock)
-        self._number = 0
-        # Called by close(), when nothing refers to this communicator any more, or at the end of the process.
-        self._leave = weakref.finalize(self, leave, os.getpid(), [self._column.lane], column)
-
-    @classmethod
-    def over(
-        cls,
+        self,
         flat: C10dCommunicator,
         link: Link,
         options: CommOptions,
         during: During = lambda work: work(),
         check: Check = lambda: None,
-    ) -> ClusterCommunicator:
+    ) -> None:
         """Join the ranks of `flat`; `link` joins those of this host. Collective. `during` does work that waits for
         ranks of other hosts."""
         local = len(link.members)
         host, place = divmod(flat.rank, local)
-        column = during(lambda: flat.wire_among(range(place, flat.world, local)))
+        ranks = range(place, flat.world, local)
+        column = during(lambda: flat.wire_among(ranks))
         inside: Inside = SoloCommunicator(options)
         again: Inside = SoloCommunicator(options)
         if local > 1:
@@ -87,7 +70,18 @@ class ClusterCommunicator(Communicator):
             patient = options.replace(timeout=PATIENCE * options.timeout, warn_after=options.warn_seconds)
             inside = HostCommunicator(link, patient, numbers=numbers, lock=flat.lock, check=check)
             again = HostCommunicator(link, patient, inside, numbers, flat.lock, check)
-        return cls(flat, inside, again, column, options)
+        super().__init__(flat.rank, flat.world, options)  # only now: one that failed before this has nothing to close
+        self.names, self.lock, self.seal = flat.names, flat.lock, flat.seal
+        self._flat, self._inside, self._again = flat, inside, again
+        self._locals = local
+        self._pool = BufferPool()
+        self._column = Column(flat, column, ranks, self._pool, options.check)
+        self._hosts, self._mine = self._column.hosts, self._column.mine
+        hosts = [part for part in (inside, again) if isinstance(part, HostCommunicator)]
+        self._pipeline = Pipeline([flat, *hosts, self._column], self.lock)
+        self._number = 0
+        # Called by close(), when nothing refers to this communicator any more, or at the end of the process.
+        self._leave = weakref.finalize(self, leave, os.getpid(), [self._column.lane], column)
 
     # ---------------------------------------------------------------- groups, memory and life
 
@@ -122,7 +116,7 @@ class ClusterCommunicator(Communicator):
                 if whole and isinstance(flat, C10dCommunicator) and isinstance(self._inside, HostCommunicator):
                     link = self._inside.meet(range(self._locals), self.options)
                     during = partial(flat.watched, ranks=range(flat.world))
-                    return ClusterCommunicator.over(flat, link, self.options, during)
+                    return ClusterCommunicator(flat, link, self.options, during)
                 return flat
             return self._inside.subgroup([r % self._locals for r in ranks]) if hosts == {self._mine} else None
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import TypeVar
 
@@ -55,11 +56,15 @@ ERRORS = {State.DIVERGED: Diverged, State.LOST_PEER: PeerLost, State.TIMED_OUT: 
 
 
 class Board:
-    """One rank's view of the board of its host."""
+    """One rank's view of the board of its host. `names` and `numbers` are those of its ranks in messages."""
 
-    def __init__(self, block: SharedBlock, rank: int, world: int) -> None:
+    def __init__(
+        self, block: SharedBlock, rank: int, world: int, names: Sequence[str] = (), numbers: Sequence[int] = ()
+    ) -> None:
         self.rank = rank
         self.world = world
+        self.names = names
+        self.numbers = numbers
         self._block = block
         self._memory = block.memory
         self.words = block.words()

@@ -91,24 +91,24 @@ class HostCommunicator(Communicator):
         self._plans = Memo[Call, Plan](MAX_PLANS)
         self._memory: SharedMemory = beside._memory if beside else SharedMemory()
         self.counters = beside.counters if beside else self.counters
-        self._board = Board(self._share("board", Board.nbytes(world)), rank, world)
+        block = self._share("board", Board.nbytes(world))
+        self._board = Board(block, rank, world, self.names, numbers or self._all)
         self._peers = link.watch(options.timeout, range(world), check)
-        numbers = numbers or self._all
         # Not in a part of a larger communicator, whose network thread needs the interpreter.
         self._crowd = max(crowd, world)
         spin = lock is None and spins_pay(self._crowd)
-        self._waiter = waiter = Waiter(self._board, self._peers, self.names, numbers, options, spin)
+        self._waiter = waiter = Waiter(self._board, self._peers, options, spin)
         self._scheduler = Scheduler(self._board, waiter, self.lock)
         self._check = self._scheduler.check
         small = self._ring("small", SMALL_BYTES, SMALL_CHUNKS)
         large = self._ring("large", options.chunk_bytes, options.chunks)
-        headers = Headers(self._board, self.names, numbers, options.check)
+        headers = Headers(self._board, options.check)
         self._small_calls = SmallCalls(headers, small, self._scheduler)
         remote = RemoteReader([card.pid for card in link.cards], self._board, waiter) if link.reads_remote else None
         self._streams = Streams(headers, small, large, self._memory, remote)
         self._lent_calls = LentCalls(headers, self._memory, self._streams, self._scheduler)
         channels = self._share("channels", Channels.nbytes(world))
-        self._channels = Channels(channels, self._board, self._memory, self._scheduler, self.names, numbers)
+        self._channels = Channels(channels, self._board, self._memory, self._scheduler)
         waiter.made = weakref.WeakMethod(self._channels.made)
         # Called by close(), when nothing refers to this communicator any more, or at the end of the process.
         self._why: list[BaseException] = []
@@ -211,7 +211,7 @@ class HostCommunicator(Communicator):
         def stream(o: SteppedOperation) -> Steps:
             return self._streams.scatter(o, source, cut, codec, results.reducing(self.tree, target, op), own=own)
 
-        return self._start(call, plan, source, target, stream, own, plan.lent)
+        return self._start(call, plan, source, target, stream, own)
 
     def start_all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
         cut = target.numel() // self.world
@@ -278,7 +278,7 @@ class HostCommunicator(Communicator):
             finish = combiner(tree, op, source.dtype, target.dtype)
             payload = wire_bytes(cut, source, codec) + (0 if whole else wire_bytes(cut, target, codec))
             plan = self._plan(call, payload, source, cut, self._all, finish if whole else None)
-            if not whole and codec is None:
+            if not whole and codec is None and target.dtype == source.dtype:
                 plan.lent = self._lent_calls.plan(call, source, cut, finish, in_place=True)
 
         def stream(o: SteppedOperation) -> Steps:
@@ -288,8 +288,7 @@ class HostCommunicator(Communicator):
             reduce, spread = results.reducing(tree, mine, op), results.spreading(target, cut)
             return self._streams.scatter_gather(o, source, mine, cut, codec, reduce, spread)
 
-        in_place = target.data_ptr() == source.data_ptr() and target.dtype == source.dtype
-        return self._start(call, plan, source, target, stream, None, plan.lent if in_place else None)
+        return self._start(call, plan, source, target, stream)
 
     def start_barrier(self, call: Call) -> Handle:
         plan = self._plans.get(call)
@@ -325,14 +324,7 @@ class HostCommunicator(Communicator):
         return plan
 
     def _start(
-        self,
-        call: Call,
-        plan: Plan,
-        source: Tensor,
-        target: Tensor,
-        stream: Stream,
-        own: Tensor | None = None,
-        lent: LentPlan | None = None,
+        self, call: Call, plan: Plan, source: Tensor, target: Tensor, stream: Stream, own: Tensor | None = None
     ) -> Handle:
         """Take a short path, if there is one for this contribution and room for it right now; else start a stream."""
         self.counters.add(call.operation, plan.payload, HEADER_BYTES)
@@ -342,8 +334,8 @@ class HostCommunicator(Communicator):
         o: Operation | None = None
         if plan.small is not None:
             o = self._small_calls.start(number, plan.small, site, source, target, own)
-        elif lent is not None:
-            o = self._lent_calls.start(number, lent, site, source, target, own, stream)
+        elif plan.lent is not None:
+            o = self._lent_calls.start(number, plan.lent, site, source, target, own, stream)
         if o is not None:
             return scheduler.add(o)
         stepped = SteppedOperation(scheduler, number, call, site)

@@ -93,7 +93,7 @@ Stream = Callable[[SteppedOperation], Steps]
 class Headers:
     """One rank's view of the headers and flags of a board."""
 
-    def __init__(self, board: Board, names: Sequence[str], numbers: Sequence[int], check: bool) -> None:
+    def __init__(self, board: Board, check: bool) -> None:
         self.board = board
         self.check = check
         others = [r for r in range(board.world) if r != board.rank]
@@ -102,8 +102,6 @@ class Headers:
         self.my_posted, self.my_done = board.posted[board.rank], board.done[board.rank]
         # A rank reads its own headers too: it must not overwrite one whose operation it has not completed.
         self.done_by_all = (*self.done_by_peers, self.my_done)
-        self._names = names
-        self._numbers = numbers
         self.free = HEADERS - 1  # the last operation whose header is known to be free
 
     def is_free(self, number: int) -> bool:
@@ -124,6 +122,6 @@ class Headers:
 
     def diverged(self, o: Operation, other: int) -> Diverged:
         ranks = sorted((self.board.rank, other))
-        sides = [f"{self._names[r]} called {self.board.call_text(r, o.number)}" for r in ranks]
-        error = faults.diverged(o.number, sides, [self._numbers[r] for r in ranks])
+        sides = [f"{self.board.names[r]} called {self.board.call_text(r, o.number)}" for r in ranks]
+        error = faults.diverged(o.number, sides, [self.board.numbers[r] for r in ranks])
         return self.board.reported(error, State.DIVERGED)

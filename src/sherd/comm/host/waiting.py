@@ -39,21 +39,11 @@ _COUNTS = 8  # generation, kind, peer, count, collectives, text, monotonic ns, w
 
 
 class Waiter:
-    """Waits on the board for one rank. `names` and `numbers` are those of the members in messages."""
+    """Waits on the board for one rank."""
 
-    def __init__(
-        self,
-        board: Board,
-        peers: Peers,
-        names: Sequence[str],
-        numbers: Sequence[int],
-        options: CommOptions,
-        spin: bool,
-    ) -> None:
+    def __init__(self, board: Board, peers: Peers, options: CommOptions, spin: bool) -> None:
         self._board = board
         self._peers = peers
-        self._names = names
-        self._numbers = numbers
         self._options = options
         self._spins = SPINS if spin else 0
         self._owner = threading.get_ident()  # the thread that makes the calls
@@ -159,8 +149,8 @@ class Waiter:
         stances = {r: stance for r in range(board.world) if (stance := self._stance_of(r)) is not None}
         ranks = deadlock.circle(board.rank, stances)
         if ranks:
-            sides = deadlock.sides(ranks, stances, self._names)
-            raise board.reported(faults.deadlocked(sides, [self._numbers[r] for r in sorted(ranks)]), State.DIVERGED)
+            sides = deadlock.sides(ranks, stances, board.names)
+            raise board.reported(faults.deadlocked(sides, [board.numbers[r] for r in sorted(ranks)]), State.DIVERGED)
 
     def _stance_of(self, rank: int) -> Stance | None:
         board, words = self._board, self._board.words
@@ -197,27 +187,27 @@ class Waiter:
                 verb = "failed with" if state == State.FAILED else "left after"
                 return [self._lost({rank: f"{verb} {text}" if text else "left"})]
             if state in ERRORS:
-                words = text if state == State.DIVERGED else f"{self._names[rank]} reports: {text}"
-                return [ERRORS[state](words, (self._numbers[rank],))]
+                words = text if state == State.DIVERGED else f"{self._board.names[rank]} reports: {text}"
+                return [ERRORS[state](words, (self._board.numbers[rank],))]
         return []
 
     def _lost(self, ends: Mapping[int, str]) -> CommError:
         words, me = [self._activity_of(rank, end) for rank, end in ends.items()], self._board.rank
-        mine = f"{self._names[me]} {self._board.last_activity(me)}"
-        error = faults.lost(words, mine, [self._numbers[rank] for rank in ends])
+        mine = f"{self._board.names[me]} {self._board.last_activity(me)}"
+        error = faults.lost(words, mine, [self._board.numbers[rank] for rank in ends])
         return self._board.reported(error, State.LOST_PEER)
 
     def _timed_out(self, missing: Sequence[int], seconds: float) -> CommError:
-        late = [self._names[r] for r in missing]
-        activities = [f"{name} {self._board.last_activity(r)}" for r, name in enumerate(self._names)]
-        error = faults.timed_out(late, seconds, activities, [self._numbers[r] for r in missing])
+        late = [self._board.names[r] for r in missing]
+        activities = [f"{name} {self._board.last_activity(r)}" for r, name in enumerate(self._board.names)]
+        error = faults.timed_out(late, seconds, activities, [self._board.numbers[r] for r in missing])
         return self._board.reported(error, State.TIMED_OUT)
 
     def _warn(self, missing: Sequence[int], seconds: float) -> None:
-        late = {self._numbers[r]: self._activity_of(r) for r in missing}
+        late = {self._board.numbers[r]: self._activity_of(r) for r in missing}
         call = self._board.last_activity(self._board.rank)
-        faults.warn_late(self._names[self._board.rank], late, seconds, call, limit(self._options.timeout))
+        faults.warn_late(self._board.names[self._board.rank], late, seconds, call, limit(self._options.timeout))
 
     def _activity_of(self, rank: int, end: str = "") -> str:
-        name = f"{self._names[rank]} {end}" if end else self._names[rank]
+        name = f"{self._board.names[rank]} {end}" if end else self._board.names[rank]
         return f"{name}; it {self._board.last_activity(rank)}"

@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from sherd.comm.host.joining.reception import Card, credentials
 from sherd.comm.host.memory import SharedBlock, new_memory
@@ -26,26 +27,20 @@ _MESSAGE = 1 << 16
 _LOOK_EVERY = 0.1
 
 
+@dataclass(frozen=True)
 class Link:
-    """The sockets between a leader and the other ranks of its host, used to hand out descriptors.
+    """The sockets between a leader and the other ranks of its host, used to hand out descriptors."""
 
-    `reads_remote` says whether all of them can read each other's private memory.
-    """
+    rank: int
+    members: list[int]
+    cards: list[Card]
+    sockets: dict[int, socket.socket]
+    reads_remote: bool
+    """whether all of them can read each other's private memory"""
 
-    def __init__(
-        self,
-        rank: int,
-        members: list[int],
-        cards: list[Card],
-        sockets: dict[int, socket.socket],
-        reads_remote: bool,
-    ) -> None:
-        self.rank = rank
-        self.members = members
-        self.cards = cards
-        self.reads_remote = reads_remote
-        self.is_leader = rank == members[0]
-        self._sockets = sockets
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == self.members[0]
 
     def share(
         self, label: str, nbytes: int, timeout: float, check: Check = lambda: None, keep: bool = False
@@ -88,13 +83,13 @@ class Link:
         return peers
 
     def close(self) -> None:
-        for sock in self._sockets.values():
+        for sock in self.sockets.values():
             sock.close()
-        self._sockets.clear()
+        self.sockets.clear()
 
     def _handle(self, member: int) -> int:
         try:
-            return os.pidfd_open(credentials(self._sockets[member])[0])
+            return os.pidfd_open(credentials(self.sockets[member])[0])
         except ProcessLookupError as error:
             lost = self.cards[self.members.index(member)].name
             raise PeerLost(f"{lost} ended before the ranks were connected", (member,)) from error
@@ -112,7 +107,7 @@ class Link:
             for start in range(0, len(fds), _MAX_FDS):
                 batch = fds[start : start + _MAX_FDS]
                 header = json.dumps({"label": label, "fds": len(batch), "last": start + _MAX_FDS >= len(fds)}).encode()
-                socket.send_fds(self._sockets[member], [header], batch)
+                socket.send_fds(self.sockets[member], [header], batch)
         except OSError as error:
             check()  # it may know why
             lost = self.cards[self.members.index(member)].name
@@ -120,7 +115,7 @@ class Link:
 
     def _receive(self, label: str, timeout: float, check: Check) -> list[int]:
         leader = self.cards[0].name
-        sock = self._sockets[self.members[0]]
+        sock = self.sockets[self.members[0]]
         sock.settimeout(min(timeout, _LOOK_EVERY))
         watch = Stopwatch()
         fds: list[int] = []

@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sherd.errors import CommError, PeerLost
@@ -30,14 +30,14 @@ class Card:
     """What a rank tells the others about itself. `rank` is its number in the world, for messages."""
 
     rank: int
-    machine: str
     label: str | None
-    user: int
-    pid: int
     address: str
     word: tuple[int, int]
     refusal: str | None
     options: dict[str, Any]
+    machine: str = field(default_factory=socket.gethostname)
+    user: int = field(default_factory=os.geteuid)
+    pid: int = field(default_factory=os.getpid)
 
     @property
     def name(self) -> str:

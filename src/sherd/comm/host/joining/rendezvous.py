@@ -52,17 +52,8 @@ def meet(
     Only ranks with the same `group` meet.
     """
     reception = Reception() if unsupported_reason() is None else None
-    card = Card(
-        rank=world_rank,
-        machine=socket.gethostname(),
-        label=options.host,
-        user=os.geteuid(),
-        pid=os.getpid(),
-        address=reception.address if reception else "",
-        word=remote_reader.MINE,
-        refusal=unsupported_reason(),
-        options={**options.to_dict(), "host": None},
-    )
+    address, said = reception.address if reception else "", {**options.to_dict(), "host": None}
+    card = Card(world_rank, options.host, address, remote_reader.MINE, unsupported_reason(), said)
     try:
         cards = [Card(**fields) for fields in exchange("card", vars(card))]
         _check_options(rank, cards)

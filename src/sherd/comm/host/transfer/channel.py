@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -57,21 +56,11 @@ class _End:
 class Channels:
     """The channels that start or end at one rank."""
 
-    def __init__(
-        self,
-        block: SharedBlock,
-        board: Board,
-        memory: SharedMemory,
-        scheduler: Scheduler,
-        names: Sequence[str],
-        numbers: Sequence[int],
-    ) -> None:
+    def __init__(self, block: SharedBlock, board: Board, memory: SharedMemory, scheduler: Scheduler) -> None:
         self._block = block
         self._board = board
         self._memory = memory
         self.scheduler = scheduler
-        self._names = names
-        self._numbers = numbers
         self._views = Memo[tuple[int, int, torch.dtype], Tensor](1024)
         self._texts = Memo[tuple[Call, Site], bytes](1024)
         self._used = False
@@ -206,14 +195,13 @@ class Channels:
         return _End(offset, board.sent(source, to), board.taken(source, to), self.scheduler.new_queue())
 
     def _diverged(self, o: SteppedOperation | _SmallRecv, source: int, where: int) -> Diverged:
-        me = self._board.rank
-        text: bytes = _HEADER.unpack_from(self._block.memory, where)[-1]
+        board, text = self._board, _HEADER.unpack_from(self._block.memory, where)[-1]
         sides = [
-            f"{self._names[me]} called {o.call.made_at(o.site)}",
-            f"{self._names[source]} called {text.rstrip(bytes(1)).decode(errors='replace')}",
+            f"{board.names[board.rank]} called {o.call.made_at(o.site)}",
+            f"{board.names[source]} called {text.rstrip(bytes(1)).decode(errors='replace')}",
         ]
-        error = faults.diverged(o.number, sides, (self._numbers[me], self._numbers[source]))
-        return self._board.reported(error, State.DIVERGED)
+        error = faults.diverged(o.number, sides, (board.numbers[board.rank], board.numbers[source]))
+        return board.reported(error, State.DIVERGED)
 
 
 class _SmallRecv(Operation):

@@ -138,7 +138,7 @@ class LentPlan:
     dtype: torch.dtype
     combine: Combine
     chunks: int  # that a stream of it would be cut into
-    in_place: bool  # the result goes into every rank's contribution
+    in_place: bool  # an all-reduce: the result goes into every rank's contribution, if it is to be there
 
 
 class LentCalls:
@@ -175,6 +175,8 @@ class LentCalls:
         if block < 0 or (number > self.headers.free and not self.headers.is_free(number)):
             return None
         if plan.in_place:
+            if target.data_ptr() != source.data_ptr():
+                return None
             block |= IN_PLACE
         o = LentOperation(self, number, plan, site, target, own, stream)
         reached = o.base + plan.chunks
