@@ -58,8 +58,8 @@ def notes(here):
 
 
 @contextlib.contextmanager
-def two_ranks_that_sleep(here, *arguments):
-    command = [*SHERD, "run", "-n", "2", str(here / "rank_script.py"), "sleep", *arguments]
+def two_ranks_that_sleep(here, *arguments, under=()):
+    command = [*under, *SHERD, "run", "-n", "2", str(here / "rank_script.py"), "sleep", *arguments]
     # Into a file: a rank that is left behind would hold a pipe open, and this test with it.
     with (here / "stderr").open("w") as stderr:
         process = subprocess.Popen(command, stderr=stderr)

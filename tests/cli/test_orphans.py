@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,15 +14,19 @@ import psutil
 import pytest
 
 from sherd.cli.launch import tied
+from sherd.cli.launch.stopping import STOPPING
 from tests.cli.scripts import notes, ranks_alive, two_ranks_that_sleep
 from tests.helpers.processes import SHERD, sherd, wait_for
 
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("ignored", [[], ["SIGTERM", "SIGHUP", "SIGINT"]])
-def test_ranks_end_when_the_launcher_is_killed(here, ignored):
-    with two_ranks_that_sleep(here, *ignored) as process:
+def test_ranks_end_when_the_launcher_is_killed_whatever_they_and_it_ignore(here):
+    with two_ranks_that_sleep(here, "SIGTERM", "SIGHUP", "SIGINT", under=["nohup"]) as process:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        ignored = int(re.search(r"^SigIgn:\s*(\w+)", status, flags=re.MULTILINE)[1], 16)
+        assert ignored & 1 << signal.SIGHUP - 1, "under nohup a run outlives its terminal"
+        assert not ignored & 1 << signal.SIGTERM - 1
         process.kill()
         process.wait()
         wait_for(lambda: ranks_alive(here) == [], seconds=20)
@@ -58,14 +63,21 @@ print(json.dumps(about))
 
 def test_a_rank_is_what_python_alone_would_start(here):
     (here / "about.py").write_text(ABOUT)
-    under_sherd = json.loads(sherd("run", "about.py", "--an option", "").stdout)
-    command = [sys.executable, "-u", "about.py", "--an option", ""]
-    alone = json.loads(subprocess.run(command, capture_output=True, check=True, start_new_session=True).stdout)
+    rest = {"capture_output": True, "check": True, "preexec_fn": _ignore_nothing}
+    command = ["about.py", "--an option", ""]
+    under_sherd = json.loads(subprocess.run([*SHERD, "run", *command], **rest).stdout)
+    alone = json.loads(subprocess.run([sys.executable, "-u", *command], start_new_session=True, **rest).stdout)
     for name in ("argv", "orig_argv", "path", "flags", "masks", "files", "leader"):
         assert under_sherd[name] == alone[name], name
     added = set(under_sherd["variables"]) - set(alone["variables"])
     assert {"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SHERD_TOKEN"} <= added
     assert "TORCH_CPP_LOG_LEVEL" not in added
+
+
+def _ignore_nothing():
+    """Who runs tests in the background ignores signals, which commands inherit."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def test_what_a_failed_rank_started_ends_with_it(here):

@@ -6,7 +6,9 @@ import contextlib
 import signal
 from collections.abc import Iterator
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+STOPPING: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under `nohup` a run outlives its terminal
+    STOPPING = tuple(number for number in STOPPING if number != signal.SIGHUP)
 
 
 class Stopped(BaseException):
