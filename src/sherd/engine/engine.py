@@ -130,10 +130,10 @@ class Engine:
         self.store.take_over()
         self.store.from_leader(self.inventory.buffers)
         self.unchanged.accept()
-        self._share_buffers_with = {
-            comm: BufferSync(comm, self.inventory, self._options.sync_buffers)
-            for comm in {self.comm, self.teams.everyone}
-        }
+        how = self._options.sync_buffers
+        self.buffers = self._buffers_of_all = BufferSync(self.comm, self.inventory, how)
+        if self.teams.count > 1:
+            self._buffers_of_all = BufferSync(self.teams.everyone, self.inventory, how)
         self.policy.join(self.teams, self.buckets)
         backward.install()
         backward.listen(self.path)
@@ -254,11 +254,11 @@ class Engine:
         if self.policy.shares_buffers(step):
             self.share_buffers_of_all()
         elif self.policy.exchanges(step):
-            self._share_buffers_with[self.comm].sync(self.steps)
+            self.buffers.sync(self.steps)
 
     def share_buffers_of_all(self) -> None:
         """Make the buffers of all teams equal. Collective."""
-        self._share_buffers_with[self.teams.everyone].sync(self.steps)
+        self._buffers_of_all.sync(self.steps)
 
     def _steps_first(self, gradient: Gradient) -> bool:
         """Whether no other optimizer has stepped from this gradient yet."""

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from sherd.api.helpers.process import communicator
 from sherd.api.members import engines_of
 from sherd.comm import Communicator
+from sherd.engine.consensus import consensus
 from sherd.errors import ConfigError
 from sherd.mapreduce import randomness
 from sherd.mapreduce.agreeing import Settings, compared
@@ -102,7 +103,7 @@ def evaluate(
 def communicator_for(model: Any) -> Communicator:
     """The one of the model's ranks. The only place that says who takes part."""
     engines = engines_of(model) if isinstance(model, nn.Module) else []
-    return engines[0].comm if engines else communicator()
+    return engines[0].teams.everyone if engines else communicator()
 
 
 @contextmanager
@@ -110,13 +111,13 @@ def evaluation_view(model: nn.Module) -> Iterator[None]:
     """Inside, all ranks have the same model: the one to evaluate. Collective.
 
     Parameters are the same already under strategies that sum gradients. Buffers that ranks have not made equal yet, as
-    between a forward and the step, are what the step would make of them. Strategies whose ranks differ between
-    exchanges are to enter their consensus here.
+    between a forward and the step, are what the step would make of them. Under strategies whose ranks differ between
+    exchanges it is their consensus.
     """
     with ExitStack() as view:
         for engine in engines_of(model):
             engine.torn.refuse(WHAT)
-            view.enter_context(engine.buffers.agreed())
+            view.enter_context(consensus(engine) if engine.teams.count > 1 else engine.buffers.agreed())
         yield
 
 

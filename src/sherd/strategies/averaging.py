@@ -15,7 +15,7 @@ from sherd.config import at_least, refuse
 from sherd.engine.buckets.bucket import Bucket
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.parameters.mesh import Teams
-from sherd.engine.policy import ExchangePolicy, Owns, StepContext
+from sherd.engine.policy import Drift, ExchangePolicy, Owns, StepContext
 from sherd.strategies.base import Strategy
 from sherd.strategies.crossing import Afterwards, gather_shares
 from sherd.strategies.local import Alone
@@ -74,6 +74,8 @@ class Averaging(Strategy):
 class AveragingPolicy(ExchangePolicy):
     """Ranks of a team follow `inner`. What teams do at the end of a step is `meet`, which a subclass has."""
 
+    drift: Drift
+
     def __init__(self, inner: ExchangePolicy, every: int, warmup: int) -> None:
         self._inner = inner
         self._every = every
@@ -81,6 +83,7 @@ class AveragingPolicy(ExchangePolicy):
         self.home, self.owns, self.keeps = inner.home, inner.owns, inner.keeps
         self.accumulate_at = inner.accumulate_at
         self.shard_over, self.bucket_bytes = inner.shard_over, inner.bucket_bytes
+        self.drift = Drift()
         self._alone = False  # whether there is only one team
         self._sums_over_all = False
 
@@ -137,16 +140,25 @@ class AveragingPolicy(ExchangePolicy):
         self._inner.before_update(s)
 
     def after_update(self, s: StepContext) -> None:
+        self.drift.squared = None
         if s.step + 1 == self._warmup:
             self.restart(s.buckets, s.samples)
         elif self._meets(s):
             gather_shares(self.meet(s))
         self._inner.after_update(s)
+        self._note_drift(s.step)
 
     def skipped(self, s: StepContext) -> None:
         if s.step + 1 == self._warmup or self._meets(s):
             self.before_update(s)
             self.after_update(s)
+        else:
+            self.drift.squared = None
+            self._note_drift(s.step)
+
+    def _note_drift(self, step: int) -> None:
+        after = self.after_warmup(step)
+        self.drift.since = after % self._every if after > 0 and not self._alone else 0
 
     def _meets(self, s: StepContext) -> bool:
         return not self._alone and bool(s.buckets) and self.after_warmup(s.step) > 0 and self.due(s.step)

@@ -93,16 +93,26 @@ class MeanPolicy(AveragingPolicy):
                 owned.append((bucket, flat))
         seen, self._seen[optimizer] = self._seen.get(optimizer, 0.0), s.samples
         factor = Roll(s.teams, s.samples - seen, names, s.step, aside=False).factor()
+        shares = [share_of(*each) for each in owned]
+        parameters, found = {id(share) for share in shares[: len(s.buckets)]}, []
+
+        def put(share: Tensor, mean: Tensor) -> None:
+            if id(share) in parameters:
+                found.append(float(torch.dist(share, mean)) ** 2)
+            share.copy_(mean)
+
         under_way: deque[tuple[Handle, list[Tensor]]] = deque()
-        for views in together([share_of(*each) for each in owned], lambda view: view):
+        for views in together(shares, lambda share: share):
             flat = torch.cat([view.reshape(-1) for view in views])
             if factor is not None:
                 flat.mul_(factor)
             under_way.append((s.across.all_reduce(flat, flat, op="mean" if factor is None else "sum"), views))
             if len(under_way) > _UNDER_WAY:
-                _put(*under_way.popleft())
-        for each in under_way:
-            _put(*each)
+                handle, those = under_way.popleft()
+                spread(handle.wait(), those, put)
+        for handle, those in under_way:
+            spread(handle.wait(), those, put)
+        self.drift.squared = sum(found)
         return owned
 
     def refuses(self, optimizer: Optimizer) -> str | None:
@@ -121,7 +131,3 @@ def _state(s: StepContext) -> Iterator[tuple[Bucket, object, Tensor]]:
         if not flat.is_floating_point():
             raise ConfigError(f"the optimizer keeps {key!r} in {flat.dtype}, which cannot be averaged; {_INSTEAD}")
         yield bucket, key, flat
-
-
-def _put(handle: Handle, views: list[Tensor]) -> None:
-    spread(handle.wait(), views, lambda view, mean: view.copy_(mean))

@@ -68,6 +68,9 @@ class Part:
         self._anchor = like.new_zeros(kept, dtype=self._wide)
         self._momentum = like.new_zeros(self._cut if outer.momentum else 0, dtype=self._wide)
         self._handle: Handle | None = None
+        self._own = self._anchor.new_empty(0)  # what this team has sent of the part that this rank steps
+        self.squared = 0.0
+        """How far that was from the mean over the teams."""
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +97,7 @@ class Part:
         flat = self._values()
         if self._outer.wire is not None:
             flat = self._anchor - flat
+        self._own = flat.view(self._across.world, -1)[self._across.rank].clone()
         if factor is not None:
             flat.mul_(factor)
         if self._outer.wire is not None:
@@ -105,6 +109,7 @@ class Part:
         """Step this rank's part of the anchor, and begin to send it to the other teams."""
         assert self._handle is not None
         mean, outer = self._handle.wait(), self._outer
+        self.squared, self._own = float(torch.dist(self._own, mean)) ** 2, self._own[:0]
         if outer.wire is None:
             self._anchor.add_(outer.direction(self._anchor - mean, self._momentum), alpha=-outer.lr)
             new = self._anchor
@@ -149,6 +154,11 @@ class Fragment:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self._parts)
+
+    @property
+    def squared(self) -> float:
+        """The squared distance of what this rank steps from its mean over the teams, in the last exchange."""
+        return sum(part.squared for part in self._parts)
 
     def restart(self, samples: float | None) -> None:
         """All teams have the same values now."""

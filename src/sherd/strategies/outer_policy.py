@@ -39,6 +39,7 @@ class OuterPolicy(AveragingPolicy):
         mix: float = 1.0,
     ) -> None:
         super().__init__(inner, every, warmup)
+        self.drift.partial = delay > 0 and mix < 1
         self._outer = outer
         self._count = fragments
         self._delay = delay
@@ -102,6 +103,7 @@ class OuterPolicy(AveragingPolicy):
             starts = self._starts(after, number)
             if self._delay and self._starts(after - self._turn, number):
                 fragment.send_new()
+                self._note(fragment)
             if self._delay and self._starts(after - self._delay, number):
                 fragment.merge(self._mix)
                 written.update(dict.fromkeys(fragment.buckets))
@@ -111,8 +113,13 @@ class OuterPolicy(AveragingPolicy):
                 fragment.send_values()
             elif starts:
                 fragment.exchange()
+                self._note(fragment)
                 written.update(dict.fromkeys(fragment.buckets))
         return [(bucket, bucket.values.owned.detach()) for bucket in written]
+
+    def _note(self, fragment: Fragment) -> None:
+        """A rank sees the mean of its own part only: one of as many as there are teams."""
+        self.drift.squared = (self.drift.squared or 0.0) + fragment.squared * self._teams.count
 
     # ---------------------------------------------------------------- the rest
 

@@ -75,7 +75,7 @@ class StepRecorder:
         drift = engine.policy.drift
         if drift is not None:
             fields["since_exchange"] = drift.since
-            if not drift.since and drift.squared is not None:
+            if drift.squared is not None:
                 fields["distance_squared"] = drift.squared / engine.teams.count
         if self._layers is not None:
             fields["layers"] = self._layers.after(step, fields["lr"], skipped)
