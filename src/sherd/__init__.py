@@ -22,7 +22,7 @@ from sherd.errors import (
 from sherd.patches import backend_import as _backend_import
 
 if TYPE_CHECKING:
-    from sherd import comm, observe
+    from sherd import comm, observe, strategies
     from sherd.api import (
         barrier,
         broadcast,
@@ -108,6 +108,7 @@ __all__ = [
     "progress",
     "rank",
     "seed",
+    "strategies",
     "weigh",
     "world",
 ]
@@ -115,7 +116,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch on first use: `sherd --help` must not wait for it."""
-    if name in ("comm", "observe"):
+    if name in ("comm", "observe", "strategies"):
         return importlib.import_module(f"sherd.{name}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)

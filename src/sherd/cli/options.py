@@ -14,7 +14,7 @@ MOST = 1 << 30
 MOST_AUTO = 8  # ranks that `-n auto` starts
 
 # Asking the registry would import torch, which takes seconds. A test compares the two.
-STRATEGIES = ("ddp", "local", "zero1", "zero2", "zero3")
+STRATEGIES = ("ddp", "diloco", "gossip", "local", "local-sgd", "zero1", "zero2", "zero3")
 
 # torchrun's names for our options. They are accepted but not listed.
 _ELSEWHERE = {"nproc-per-node": "ranks"}

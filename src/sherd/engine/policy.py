@@ -79,7 +79,7 @@ class Drift:
     since: int = 0
     """real `step()` calls since they last exchanged parameters, skipped ones included"""
     squared: float | None = None
-    """where teams exchanged in the last step: the squared distance, just before, of what this rank owns from the mean"""
+    """where teams exchanged in the last step: the squared distance of what this rank owns from the mean, before that"""
     partial: bool = False
     """whether an exchange only brings teams closer, so that they differ right after it too"""
 

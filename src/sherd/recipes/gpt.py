@@ -145,7 +145,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--strategy",
         metavar="NAME",
-        help="ddp, zero1, zero2 or zero3 (default: zero3 in sherd train, else that of sherd run, or zero2)",
+        help="ddp, zero1, zero2, zero3, local-sgd, diloco or gossip (default: zero3 in sherd train, else that of sherd "
+        "run, or zero2)",
     )
     add("--steps", type=int, default=1600, help="updates of the model (default: %(default)s)")
     add("--corpus", type=Path, metavar="FILE|DIR", help="text to learn from (default: Python's standard library)")
@@ -218,11 +219,13 @@ def train(arguments: argparse.Namespace, learned: Windows, held_out: Windows) ->
         optimizer.zero_grad()
         schedule.step()
         if step % arguments.every == 0 or step == arguments.steps:
-            judged = held_out_loss(model, judges)
+            with sherd.consensus(model):  # where ranks differ between exchanges, that of all of them is judged
+                judged = held_out_loss(model, judges)
             sherd.log(held_out=judged)
             sherd.print(f"step {step:5d}  held-out loss {judged:.3f} nats per byte  (bigram entropy {entropy:.3f})")
 
-    text = continued(model, arguments.prompt, arguments.write, arguments.length)
+    with sherd.consensus(model):
+        text = continued(model, arguments.prompt, arguments.write, arguments.length)
     sherd.observe.emit("sample", text=text, title=f"after {arguments.steps} steps")
     sherd.print(f"\nIt writes:\n\n{text}\n")
 

@@ -191,7 +191,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--strategy",
         metavar="NAME",
-        help="ddp, zero1, zero2 or zero3 (default: zero3 in sherd train, else that of sherd run, or zero2)",
+        help="ddp, zero1, zero2, zero3, local-sgd, diloco or gossip (default: zero3 in sherd train, else that of sherd "
+        "run, or zero2)",
     )
     add("--model", choices=MODELS, default="resnet18", help="(default: %(default)s)")
     add(
@@ -280,7 +281,8 @@ def train(arguments: argparse.Namespace, learned: Data, held_out: Data) -> None:
         optimizer.zero_grad()
         schedule.step()
         if step % arguments.every == 0 or step == arguments.steps:
-            right = accuracy(model, judges)
+            with sherd.consensus(model):  # where ranks differ between exchanges, that of all of them is judged
+                right = accuracy(model, judges)
             sherd.log(held_out_accuracy=right)
             sherd.print(f"step {step:5d}  held-out accuracy {right:.1%}")
 
