@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sherd.comm import Communicator, labelled
 from sherd.data.dealing import deal_whole, iterations, weight_of
-from sherd.data.scheme import Epoch, ShardingScheme, length
+from sherd.data.scheme import ShardingScheme, Take, length
 from sherd.errors import SherdError
 
 
@@ -22,8 +22,23 @@ class Splitting(ShardingScheme):
         super().__init__(comm)
         self._drop_last = drop_last
 
-    def epoch(self, sampling: Any) -> Epoch:
-        return _Splitting(self._comm, self._drop_last)
+    def epoch(self, sampling: Any) -> Take:
+        world, rank, ended = self._comm.world, self._comm.rank, False
+
+        def take(draw: Callable[[], Any]) -> tuple[Any, float, int]:
+            nonlocal ended
+            batches: list[Any] = []
+            while len(batches) < world and not ended:
+                try:
+                    batches.append(draw())
+                except StopIteration:
+                    ended = True
+            if not batches or (self._drop_last and ended):
+                raise StopIteration
+            batch, weight = deal_whole(batches, [rows(batch) for batch in batches], world, rank)
+            return batch, weight, rows(batch)
+
+        return take
 
     def length(self, own: int) -> int:
         return iterations(own, self._comm.world, self._drop_last)
@@ -32,25 +47,6 @@ class Splitting(ShardingScheme):
         """Rank 0's, the same on every rank: workers that shuffle must give every rank the same stream. Collective."""
         with self._comm.counters.agreeing(), labelled("the seed of a stream"):
             return int(self._comm.broadcast(torch.tensor([drawn])).wait())
-
-
-class _Splitting:
-    def __init__(self, comm: Communicator, drop_last: bool) -> None:
-        self._comm = comm
-        self._drop_last = drop_last
-        self._ended = False
-
-    def take(self, draw: Callable[[], Any]) -> tuple[Any, float, int]:
-        batches: list[Any] = []
-        while len(batches) < self._comm.world and not self._ended:
-            try:
-                batches.append(draw())
-            except StopIteration:
-                self._ended = True
-        if not batches or (self._drop_last and self._ended):
-            raise StopIteration
-        batch, weight = deal_whole(batches, [rows(batch) for batch in batches], self._comm.world, self._comm.rank)
-        return batch, weight, rows(batch)
 
 
 class Agreeing(ShardingScheme):
@@ -64,8 +60,8 @@ class Agreeing(ShardingScheme):
         super().__init__(comm)
         self._sized = sized
 
-    def epoch(self, sampling: Any) -> Epoch:
-        return _Agreeing(self._comm, self._sized)
+    def epoch(self, sampling: Any) -> Take:
+        return _Agreeing(self._comm, self._sized).take
 
 
 class _Agreeing:
