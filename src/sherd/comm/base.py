@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from sherd.comm.calls import Call, Site, call_site
 from sherd.comm.checked_call import CheckedCall, Detail, check_call, check_kinds, check_rank, refuse_expanded
 from sherd.comm.codec import Codec
 from sherd.comm.counters import Counters
+from sherd.comm.flat import FLAT, flat_input, flat_output
 from sherd.comm.handle import CopyBack, Handle
 from sherd.comm.memo import Memo
 from sherd.comm.trust.objects import ObjectCall
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _BARRIER = Call("barrier", "barrier()")
-_FLAT = (1,)  # the strides of a flat tensor
 
 
 class Backing(NamedTuple):
@@ -108,7 +107,7 @@ class Communicator(ABC):
         if own is not None and (own.dtype, own.numel() * self.world) != (input.dtype, input.numel()):
             expected = f"{input.numel() // self.world} elements of {input.dtype}"
             raise ConfigError(f"rank {self.rank}: own has {own.numel()} elements of {own.dtype}, expected {expected}")
-        mine = None if own is None else _flat(own)
+        mine = None if own is None else flat_input(own)
         return self._finish(self.start_reduce_scatter(call, source, flat, op, codec, mine), result, flat)
 
     def all_gather(
@@ -161,7 +160,7 @@ class Communicator(ABC):
         Messages are not matched by `tag`: it is compared, as the shape is.
         """
         checked = self._checked("send", tensor, tensor, None, None, (to, tag) if tag else to)
-        handle = self.start_send(checked.call, _flat(tensor), to)
+        handle = self.start_send(checked.call, flat_input(tensor), to)
         handle.result = tensor
         return handle
 
@@ -292,7 +291,7 @@ class Communicator(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close(error)
 
     # ---------------------------------------------------------------- implemented by transports, on flat tensors
@@ -369,12 +368,12 @@ class Communicator(ABC):
         """Check a call: the call, the flat input, the tensor to return and the flat contiguous tensor to write, which
         is another one where `output` has gaps."""
         checked = self._checked(operation, input, output, dtype, codec, detail, 4)
-        source = input if input.stride() == _FLAT and not input.requires_grad else _flat(input)
+        source = input if input.stride() == FLAT and not input.requires_grad else flat_input(input)
         if output is None:
             output = input.new_empty(checked.shape, dtype=checked.dtype)
-        if output.stride() == _FLAT and not output.requires_grad:
+        if output.stride() == FLAT and not output.requires_grad:
             return checked.call, source, output, output
-        return checked.call, source, output, _flat_output(output, checked)
+        return checked.call, source, output, flat_output(output, checked)
 
     def _put_own(self, source: Tensor, own: Tensor | None) -> None:
         """Copy `own` to where it belongs in `source`, for transports that read it there."""
@@ -397,25 +396,3 @@ class Communicator(ABC):
             self.check_rank(rank, "subgroup", "ranks with")
         if list(ranks) != sorted(set(ranks)):
             raise ConfigError(f"rank {self.rank}: subgroup needs ascending ranks without repeats, got {list(ranks)}")
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    return tensor if tensor.stride() == _FLAT else _line(tensor.reshape(-1))
-
-
-def _line(flat: Tensor) -> Tensor:
-    """The same elements, contiguous. A single one may have any stride, which torch would not view as bytes."""
-    if flat.stride() == _FLAT:
-        return flat
-    return flat.contiguous() if flat.numel() > 1 else flat.as_strided(flat.shape, _FLAT)
-
-
-def _flat_output(output: Tensor, checked: CheckedCall) -> Tensor:
-    """What to write instead of `output`: the same memory, or new memory where `output` has gaps."""
-    target = output.detach() if output.requires_grad else output
-    if target.is_contiguous():
-        return _line(target.view(-1))
-    refuse_expanded(checked.call.text, target)
-    return torch.empty(target.numel(), dtype=checked.dtype, device=target.device)

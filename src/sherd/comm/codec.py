@@ -83,8 +83,19 @@ def encode(codec: Codec, source: Tensor, wire: Tensor) -> None:
         raise _failed(codec, "encode", source, error) from error
 
 
-def decoded(codec: Codec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    """A new flat tensor with what `wire` carries."""
+def encoded(codec: Codec | None, source: Tensor) -> Tensor:
+    """The flat tensor `source` as bytes that travel; without a codec, a view of it."""
+    if codec is None:
+        return source.view(torch.uint8)
+    wire = torch.empty(codec.wire_bytes(source.numel()), dtype=torch.uint8, device=source.device)
+    encode(codec, source, wire)
+    return wire
+
+
+def decoded(codec: Codec | None, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """A flat tensor with what `wire` carries; without a codec, a view of it."""
+    if codec is None:
+        return wire.view(dtype)
     target = torch.empty(numel, dtype=dtype, device=wire.device)
     try:
         codec.decode(wire, target)

@@ -7,10 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sherd.observe import monitor
 from sherd.observe.phases import COMMUNICATION
+
+EMPTY = torch.empty(0)
+"""The result of a barrier."""
 
 
 class Handle(ABC):

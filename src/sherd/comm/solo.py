@@ -9,12 +9,10 @@ from torch import Tensor
 
 from sherd.comm.base import Communicator
 from sherd.comm.calls import Call
-from sherd.comm.codec import Codec, decoded, encode
-from sherd.comm.handle import Done, Handle
+from sherd.comm.codec import Codec, decoded, encoded
+from sherd.comm.handle import EMPTY, Done, Handle
 from sherd.config import CommOptions
 from sherd.errors import ConfigError
-
-_EMPTY = torch.empty(0)
 
 
 class SoloCommunicator(Communicator):
@@ -48,8 +46,8 @@ class SoloCommunicator(Communicator):
         return self.start_all_gather(call, source if own is None else own, target, codec)
 
     def start_all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
-        if codec is not None:
-            source = _through(codec, source)
+        if codec is not None:  # what other ranks would receive
+            source = decoded(codec, encoded(codec, source), source.numel(), source.dtype)
         if source is not target:
             target.copy_(source)
         self.counters.add(call.operation, 0, 0)
@@ -72,15 +70,8 @@ class SoloCommunicator(Communicator):
         raise AssertionError("a world of one has no peer; the base class refuses this call")
 
     def start_barrier(self, call: Call) -> Handle:
-        return self._count(call, _EMPTY)
+        return self._count(call, EMPTY)
 
     def _count(self, call: Call, target: Tensor) -> Handle:
         self.counters.add(call.operation, 0, 0)
         return Done(target)
-
-
-def _through(codec: Codec, source: Tensor) -> Tensor:
-    """What other ranks would receive of `source`."""
-    wire = torch.empty(codec.wire_bytes(source.numel()), dtype=torch.uint8, device=source.device)
-    encode(codec, source, wire)
-    return decoded(codec, wire, source.numel(), source.dtype)

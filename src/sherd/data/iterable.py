@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sherd.comm import Communicator, labelled
 from sherd.data.dealing import Seat, deal_whole, iterations
-from sherd.data.scheme import Epoch, ShardingScheme, length
+from sherd.data.scheme import ShardingScheme, Take, length
 from sherd.errors import SherdError
 
 
@@ -23,8 +23,23 @@ class Splitting(ShardingScheme):
         self._seat = seat
         self._drop_last = drop_last
 
-    def epoch(self, sampling: Any) -> Epoch:
-        return _Splitting(self._seat, self._drop_last)
+    def epoch(self, sampling: Any) -> Take:
+        seat, ended = self._seat, False
+
+        def take(draw: Callable[[], Any]) -> tuple[Any, float, int]:
+            nonlocal ended
+            batches: list[Any] = []
+            while len(batches) < seat.world and not ended:
+                try:
+                    batches.append(draw())
+                except StopIteration:
+                    ended = True
+            if not batches or (self._drop_last and ended):
+                raise StopIteration
+            batch, weight = deal_whole(batches, [rows(batch) for batch in batches], seat)
+            return batch, weight, rows(batch)
+
+        return take
 
     def length(self, own: int) -> int:
         return iterations(own, self._comm.world, self._drop_last)
@@ -33,25 +48,6 @@ class Splitting(ShardingScheme):
         """Rank 0's, the same on every rank: workers that shuffle must give every rank the same stream. Collective."""
         with self._comm.counters.agreeing(), labelled("the seed of a stream"):
             return int(self._comm.broadcast(torch.tensor([drawn])).wait())
-
-
-class _Splitting:
-    def __init__(self, seat: Seat, drop_last: bool) -> None:
-        self._seat = seat
-        self._drop_last = drop_last
-        self._ended = False
-
-    def take(self, draw: Callable[[], Any]) -> tuple[Any, float, int]:
-        batches: list[Any] = []
-        while len(batches) < self._seat.world and not self._ended:
-            try:
-                batches.append(draw())
-            except StopIteration:
-                self._ended = True
-        if not batches or (self._drop_last and self._ended):
-            raise StopIteration
-        batch, weight = deal_whole(batches, [rows(batch) for batch in batches], self._seat)
-        return batch, weight, rows(batch)
 
 
 class Agreeing(ShardingScheme):
@@ -66,8 +62,8 @@ class Agreeing(ShardingScheme):
         self._seat = seat
         self._sized = sized
 
-    def epoch(self, sampling: Any) -> Epoch:
-        return _Agreeing(self._comm, self._seat, self._sized)
+    def epoch(self, sampling: Any) -> Take:
+        return _Agreeing(self._comm, self._seat, self._sized).take
 
 
 class _Agreeing:

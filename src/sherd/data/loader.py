@@ -88,7 +88,7 @@ class CountedIterator(_Forwarding):
         """The next batch, and how many of its samples count: 0 if they are all repeats."""
         held = self._pass()
         try:
-            batch, weight, samples = self._epoch.take(self._inner.__next__)
+            batch, weight, samples = self._take_next(self._inner.__next__)
         except BaseException:
             if held is not None:
                 held.ends()
@@ -106,7 +106,7 @@ class CountedIterator(_Forwarding):
         self._begin(loader)
 
     def _begin(self, loader: Any) -> None:
-        self._epoch = self._guide.scheme.epoch(self._inner._sampler_iter)
+        self._take_next = self._guide.scheme.epoch(self._inner._sampler_iter)
         self.held: batch_weight.Pass | None = batch_weight.Pass(loader)  # unless a loop holds it
         self._pass = weakref.ref(self.held)
 

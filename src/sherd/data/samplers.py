@@ -17,7 +17,7 @@ from sherd.data import order
 from sherd.data.dealing import Seat, deal, deal_whole, groups, iterations
 from sherd.data.iterable import rows
 from sherd.data.order import LeaderOrder
-from sherd.data.scheme import Epoch, ShardingScheme, length
+from sherd.data.scheme import ShardingScheme, Take, length
 from sherd.errors import ConfigError
 
 DealtBatch = tuple[Any, float, int | None]
@@ -36,13 +36,13 @@ class Dealing(ShardingScheme):
         self._indices.ahead = ahead
         return self._indices
 
-    def epoch(self, sampling: Any) -> Epoch:
+    def epoch(self, sampling: Any) -> Take:
         if not isinstance(sampling, DealtBatches):
             raise ConfigError(
                 f"rank {self._comm.rank}: this loader's class draws indices by itself, so they cannot be dealt to the "
                 f"ranks; pass a plain torch.utils.data.DataLoader, or leave it out of distribute"
             )
-        return sampling
+        return sampling.take
 
 
 class DealtBatches:
@@ -150,8 +150,8 @@ class SingleRank(ShardingScheme):
     def indices(self, own: Iterable[Any], ahead: int) -> Iterable[Any]:
         return _Drawn(own) if self._by_index else own
 
-    def epoch(self, sampling: Any) -> Epoch:
-        return sampling if isinstance(sampling, DealtBatches) else _ByRows()
+    def epoch(self, sampling: Any) -> Take:
+        return sampling.take if isinstance(sampling, DealtBatches) else _take_by_rows
 
 
 class _Drawn:
@@ -168,10 +168,9 @@ class _Drawn:
         return len(self._sampler)  # type: ignore[arg-type]  # as torch would ask it
 
 
-class _ByRows:
-    def take(self, draw: Callable[[], Any]) -> tuple[Any, float, int]:
-        batch = draw()
-        return batch, 1.0, rows(batch)
+def _take_by_rows(draw: Callable[[], Any]) -> tuple[Any, float, int]:
+    batch = draw()
+    return batch, 1.0, rows(batch)
 
 
 def _samples_of(batch: Any) -> int:

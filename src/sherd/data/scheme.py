@@ -5,19 +5,14 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from sherd.comm import Communicator
 
+Take = Callable[[Callable[[], Any]], tuple[Any, float, int]]
+"""take(draw): the next batch of an epoch, its weight and how many samples were loaded for it. StopIteration at the end.
 
-class Epoch(Protocol):
-    """One epoch of one loader."""
-
-    def take(self, draw: Callable[[], Any]) -> tuple[Any, float, int]:
-        """The next batch, its weight and how many samples were loaded for it. StopIteration at the end.
-
-        `draw` gives what torch's own iterator yields.
-        """
+`draw` gives what torch's own iterator yields."""
 
 
 class ShardingScheme(ABC):
@@ -34,7 +29,7 @@ class ShardingScheme(ABC):
         return own
 
     @abstractmethod
-    def epoch(self, sampling: Any) -> Epoch:
+    def epoch(self, sampling: Any) -> Take:
         """Begin an epoch, in which torch's iterator draws indices from `sampling`."""
 
     def length(self, own: int) -> int:

@@ -69,7 +69,7 @@ def test_a_bar_on_a_terminal(monkeypatch, leave):
                     break
             if leave == "break" and outer:
                 break
-    assert bars._Bar._display is None and bars._Bar._open == 0 and bars._loops == []
+    assert bars._display is None and bars._loops == []
     shown = terminal.getvalue()
     assert "epochs" in shown and "steps" in shown
     if leave == "end":
@@ -119,7 +119,7 @@ class Forks:
     """It would fork workers when it is asked for an iterator."""
 
     def __iter__(self):
-        assert bars._Bar._display is None
+        assert bars._display is None
         return iter(range(3))
 
 

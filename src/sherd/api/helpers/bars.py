@@ -22,6 +22,7 @@ clock = time.monotonic
 
 _loops: list[Loop] = []  # running now, the outermost first
 _line_at = -math.inf  # when any loop last wrote a line
+_display: Any = None  # the bars of all loops: a terminal has room for one
 
 
 def progress(iterable: Iterable[T], total: SupportsIndex | None = None, desc: str = "") -> Progress[T]:
@@ -73,26 +74,34 @@ class Loop:
         self.done = 0
         self._desc = desc
         self._began = clock()
-        self._bar: _Bar | None = None
+        self._task: Any = None  # its bar
 
     def open(self) -> None:
+        global _display
         if is_main() and _is_terminal():
-            self._bar = _Bar(self._desc, self.total)
+            if _display is None:
+                _display = _new_display()
+                _display.start()
+            self._task = _display.add_task(self._desc, total=self.total)
         _loops.append(self)
 
     def advance(self, count: int = 1) -> None:
         self.done += count
-        if self._bar is not None:
-            self._bar.advance(count)
+        if self._task is not None:
+            _display.advance(self._task, count)
         elif is_main() and sys.stderr is not None and not _is_terminal():
             self._write()
 
     def close(self) -> None:
+        global _display
         if self in _loops:
             _loops.remove(self)
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        task, self._task = self._task, None
+        if task is not None and any(loop._task is not None for loop in _loops):
+            _display.remove_task(task)
+        elif task is not None:  # the outermost stays visible
+            _display.stop()
+            _display = None
 
     def text(self) -> str:
         """`epoch 1: 120 of 500, 24%, 35.2/s, 11 s left`."""
@@ -112,33 +121,6 @@ class Loop:
         if now - max(_line_at, _loops[0]._began) >= LINE_EVERY:
             _line_at = now
             print(self.text(), file=sys.stderr, flush=True)
-
-
-class _Bar:
-    """A bar on the terminal. The bars of nested loops share one display, since a terminal has room for one."""
-
-    _display: Any = None
-    _open = 0
-
-    def __init__(self, desc: str, total: int | None) -> None:
-        kind = type(self)
-        if kind._display is None:
-            kind._display = _new_display()
-            kind._display.start()
-        kind._open += 1
-        self._task = kind._display.add_task(desc, total=total)
-
-    def advance(self, count: int) -> None:
-        self._display.advance(self._task, count)
-
-    def close(self) -> None:
-        kind = type(self)
-        kind._open -= 1
-        if kind._open:
-            kind._display.remove_task(self._task)
-        else:  # the outermost stays visible
-            kind._display.stop()
-            kind._display = None
 
 
 def _new_display() -> Any:

@@ -11,7 +11,6 @@ import io
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
-from types import TracebackType
 from typing import Any, TypeVar
 
 from sherd.api.helpers.process import communicator, is_main, rank
@@ -89,7 +88,7 @@ class _MainFirst:
             self._agree()
         _MainFirst._depth += 1
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         _MainFirst._depth -= 1
         if not self._first or _MainFirst._depth:
             return

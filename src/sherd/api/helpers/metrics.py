@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -191,10 +191,8 @@ def _is_rows(value: Any) -> bool:
 
 def _own_rows(value: Any, loader: Any) -> Any:
     """The rows that are this rank's own; repeated ones come last."""
-    if type(value) is dict:
-        return {key: _own_rows(each, loader) for key, each in value.items()}
     if not isinstance(value, Tensor):
-        return type(value)(_own_rows(each, loader) for each in value)
+        return _mapped(lambda each: _own_rows(each, loader), value)
     rows = value.detach().cpu()
     found = batch_weight.matching(len(rows), loader)
     if len(found) > 1:
@@ -228,11 +226,14 @@ def _joined(values: Sequence[Any], like: Any) -> Any:
 
 
 def _on_cpu(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
+    return value.detach().cpu() if isinstance(value, Tensor) else _mapped(_on_cpu, value)
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """A dict, tuple or list with its items changed; anything else as it is."""
     if type(value) is dict:
-        return {key: _on_cpu(each) for key, each in value.items()}
-    return type(value)(map(_on_cpu, value)) if type(value) in (tuple, list) else value
+        return {key: change(each) for key, each in value.items()}
+    return type(value)(map(change, value)) if type(value) in (tuple, list) else value
 
 
 def _listed(numbers: set[int]) -> str:

@@ -65,11 +65,7 @@ class Layer:
 
     def fields(self) -> dict[str, float]:
         """The fields of a `step` event."""
-        return {
-            "norm_squared": self.norm_squared,
-            "update_squared": self.update_squared,
-            "value_squared": self.value_squared,
-        }
+        return {name: getattr(self, name) for name in ("norm_squared", "update_squared", "value_squared")}
 
 
 class LayerMeter:

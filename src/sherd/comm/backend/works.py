@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -41,7 +40,7 @@ class Locked:
             self._thread = thread
         return self._communicator
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._communicator.lock.release()
 
 

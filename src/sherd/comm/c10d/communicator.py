@@ -31,7 +31,7 @@ from sherd.comm.c10d.wire import COME_BACK, LINGER, Wire, over_group
 from sherd.comm.calls import Call, Site, call_site
 from sherd.comm.closing import unusable
 from sherd.comm.codec import Codec, wire_bytes
-from sherd.comm.handle import Handle
+from sherd.comm.handle import EMPTY, Handle
 from sherd.comm.meeting.guard import Guard
 from sherd.comm.meeting.peers import Peers
 from sherd.comm.solo import SoloCommunicator
@@ -220,7 +220,7 @@ class C10dCommunicator(Communicator):
             yield self._slices.all_gather(token[1:], token[:1])
 
         handle = self._issue(call, 0, steps)
-        handle.result = torch.empty(0)
+        handle.result = EMPTY
         return handle
 
     def start_send(self, call: Call, source: Tensor, to: int) -> Handle:

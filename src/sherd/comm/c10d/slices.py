@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sherd.comm.c10d.operations import Steps
 from sherd.comm.c10d.wire import Wire
-from sherd.comm.codec import Codec, decoded, encode
+from sherd.comm.codec import Codec, decoded, encode, encoded
 from sherd.comm.summation import combine
 from sherd.layout.tree import SummationTree
 
@@ -74,15 +74,12 @@ class Slices:
         if codec is None and source.dtype == target.dtype:
             yield self.all_gather(target, source)
             return
-        wire = as_bytes(source)
-        if codec is not None:
-            wire = torch.empty(codec.wire_bytes(source.numel()), dtype=torch.uint8, device=source.device)
-            encode(codec, source, wire)
+        wire = encoded(codec, source)
         arrived = torch.empty(self._world, wire.numel(), dtype=torch.uint8, device=source.device)
         yield self.all_gather(arrived.view(-1), wire)
         for place, row in zip(target.view(self._world, -1), arrived, strict=True):
             # As on every transport, data arrives in the dtype of the input and is then cast to that of the output.
-            place.copy_(decoded(codec, row, source.numel(), source.dtype) if codec else row.view(source.dtype))
+            place.copy_(decoded(codec, row, source.numel(), source.dtype))
 
     def gather_and_reduce(self, source: Tensor, target: Tensor, op: str) -> Steps:
         """Every rank's `source`, reduced here."""

@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -68,42 +69,39 @@ NewGroup = Callable[[Sequence[int], timedelta], "Wire"]
 """new_group(ranks, timeout): a wire among some of the ranks; all of these call it."""
 
 
+@dataclass(eq=False)
 class Wire:
     """A process group that nothing else uses, and the store of its ranks. Every operation is asynchronous."""
 
-    def __init__(
-        self,
-        group: Any,  # a ProcessGroup or a Backend of torch: they have the same methods
-        rank: int,
-        store: Store,
-        device: torch.device,
-        world_ranks: Sequence[int],  # for messages
-        subgroup: NewGroup,
-        connections: Connections | None = None,
-        seal: Seal | None = None,  # a secret of these ranks
-        kept: object = None,  # what the group uses without keeping it alive
-    ) -> None:
-        self.group: dist.ProcessGroup = group
-        self.seal = seal
-        self._kept = kept
-        self.rank = rank
-        self.world = len(world_ranks)
-        self.store = store
-        self.device = device
-        self.world_ranks = world_ranks
-        self.subgroup = subgroup
-        self.met = False  # a collective has completed, so every rank is connected
-        self.faulty = False
-        self._timer: threading.Timer | None = None
-        self._connections = connections  # None where torch.distributed owns the group
-        self.waits_for_recv = connections is not None  # gloo sends nothing, however small, before the peer receives
-        keep_in_forks(group)
+    group: dist.ProcessGroup  # or a Backend of torch: they have the same methods
+    rank: int
+    store: Store
+    device: torch.device
+    world_ranks: Sequence[int]  # for messages
+    subgroup: NewGroup
+    connections: Connections | None = None  # None where torch.distributed owns the group
+    seal: Seal | None = None  # a secret of these ranks
+    kept: object = None  # what the group uses without keeping it alive
+    met: bool = field(default=False, init=False)  # a collective has completed, so every rank is connected
+    faulty: bool = field(default=False, init=False)
+    _timer: threading.Timer | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        keep_in_forks(self.group)
+
+    @property
+    def world(self) -> int:
+        return len(self.world_ranks)
+
+    @property
+    def waits_for_recv(self) -> bool:
+        return self.connections is not None  # gloo sends nothing, however small, before the peer receives
 
     def fail(self) -> None:
         """Operations under way will not complete. They are woken once the other ranks have their own errors, so that a
         communicator that is never closed is not kept alive by its own threads."""
-        if not self.faulty and self._connections is not None:
-            self._timer = threading.Timer(ALL_KNOW, self._connections.shut_down)
+        if not self.faulty and self.connections is not None:
+            self._timer = threading.Timer(ALL_KNOW, self.connections.shut_down)
             self._timer.daemon = True
             self._timer.start()
         self.faulty = True
@@ -116,7 +114,7 @@ class Wire:
         held, self.group = [self.group], CLOSED
         if self._timer is not None:
             self._timer.cancel()
-        if self._connections is None:
+        if self.connections is None:
             dist.destroy_process_group(held[0])
             return
         # The destructor of the group waits for its threads.
@@ -137,8 +135,8 @@ class Wire:
 
     def break_off(self) -> None:
         """Wake every thread that waits in the backend, with an error."""
-        if self._connections is not None:
-            self._connections.shut_down()
+        if self.connections is not None:
+            self.connections.shut_down()
 
     def all_gather(self, output: Tensor, input: Tensor) -> dist.Work:
         options = AllgatherOptions()
@@ -176,7 +174,7 @@ class Wire:
 
     def _wait_for(self, message: dist.Work) -> Callable[[], object]:
         # A message of our own group would otherwise have the timeout for connecting.
-        return message.wait if self._connections is None else partial(message.wait, FOREVER)
+        return message.wait if self.connections is None else partial(message.wait, FOREVER)
 
 
 def _drop(
@@ -236,7 +234,7 @@ def over_gloo(
     connections = Connections()
     trusted = store if seal is None else SealedStore(store, seal)
     with told(interface), connections.opened_here(world - 1):
-        group = dist.ProcessGroupGloo(PrefixStore("gloo", trusted), rank, world, timeout=timeout)
+        group: Any = dist.ProcessGroupGloo(PrefixStore("gloo", trusted), rank, world, timeout=timeout)
     group.set_timeout(FOREVER)
     store.add(CONNECTED, 1)
     return Wire(group, rank, store, torch.device("cpu"), world_ranks, subgroup, connections, seal, trusted)

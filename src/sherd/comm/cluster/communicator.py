@@ -22,7 +22,7 @@ from sherd.comm.calls import Call, Site, call_site
 from sherd.comm.cluster.crossing import Across, BufferPool, Column, Steps
 from sherd.comm.cluster.pipeline import ALL, ClusterOperation, Phase, Pipeline, ToldMessage
 from sherd.comm.codec import Codec, wire_bytes
-from sherd.comm.handle import Handle
+from sherd.comm.handle import EMPTY, Handle
 from sherd.comm.host.communicator import HostCommunicator
 from sherd.comm.host.joining.link import Check, Link
 from sherd.comm.solo import SoloCommunicator
@@ -31,7 +31,6 @@ from sherd.comm.waiting.progress import take_part
 from sherd.config import CommOptions
 
 PATIENCE = 1.25
-_EMPTY = torch.empty(0)
 Inside = HostCommunicator | SoloCommunicator
 During = Callable[[Callable[[], Wire]], Wire]
 
@@ -236,7 +235,7 @@ class ClusterCommunicator(Communicator):
             lambda: [self._inside.start_barrier(call)],
             lambda across: across.gather(token[:1], rows, None),
         )
-        handle.result = _EMPTY
+        handle.result = EMPTY
         return handle
 
     def start_send(self, call: Call, source: Tensor, to: int) -> Handle:
@@ -307,7 +306,7 @@ class ClusterCommunicator(Communicator):
         part.site = site
         handles = phase()
         for handle in handles:
-            handle.result = _EMPTY
+            handle.result = EMPTY
         return handles
 
     def _message(self, call: Call, tensor: Tensor, peer: int, payload: int) -> Handle:

@@ -25,8 +25,8 @@ from sherd.comm.c10d.operations import Lane, LaneOperation, Wait
 from sherd.comm.c10d.slices import EXCHANGE_BYTES, as_bytes
 from sherd.comm.c10d.wire import Wire
 from sherd.comm.calls import Call, Site
-from sherd.comm.codec import Codec, decoded, encode
-from sherd.comm.handle import Handle
+from sherd.comm.codec import Codec, decoded, encoded
+from sherd.comm.handle import EMPTY, Handle
 from sherd.comm.summation import combine
 from sherd.comm.waiting.deadlock import COLLECTIVE, Stance
 from sherd.comm.waiting.faults import LinkBroken
@@ -42,7 +42,6 @@ FINGERPRINT_BYTES = 8
 MOVE_EVERY = 0.001  # seconds between looks while a neighbour may need this rank for something else
 KEPT_BUFFERS = 16  # two for each reduction: a host's sums, and those of the others
 LARGE_ENOUGH = 1 << 16  # bytes; the allocator itself reuses smaller ones
-_EMPTY = torch.empty(0)
 
 Steps = Generator[Wait, None, None]
 
@@ -110,7 +109,7 @@ class Column:
             return self._flat.stance(COLLECTIVE, number, call.made_at(site)) if header is not None else None
 
         operation = LaneOperation(self._steps(call, number, header, cross), watch, lambda: None)
-        operation.result = _EMPTY
+        operation.result = EMPTY
         operation.start()
         self.lane.add(operation)
         return operation
@@ -208,15 +207,12 @@ class Across:
                 places[self.mine].copy_(source)
             yield from self.swap([source] * self.hosts, places)
             return
-        wire = as_bytes(source)
-        if codec is not None:
-            wire = torch.empty(codec.wire_bytes(source.numel()), dtype=torch.uint8)
-            encode(codec, source, wire)
+        wire = encoded(codec, source)
         rows = [wire if h == self.mine else torch.empty_like(wire) for h in range(self.hosts)]
         yield from self.swap([wire] * self.hosts, rows)
         for place, row in zip(places, rows, strict=True):
             # As on every transport, data arrives in the dtype of the input and is then cast to that of the output.
-            place.copy_(decoded(codec, row, source.numel(), source.dtype) if codec else row.view(source.dtype))
+            place.copy_(decoded(codec, row, source.numel(), source.dtype))
 
     def spread(self, tensor: Tensor, root: int) -> Steps:
         """Overwrite `tensor` with that of host `root`."""

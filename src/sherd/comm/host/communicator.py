@@ -18,7 +18,7 @@ from sherd.comm.base import Backing, Communicator
 from sherd.comm.calls import Call
 from sherd.comm.closing import CLOSED
 from sherd.comm.codec import Codec, wire_bytes
-from sherd.comm.handle import Handle
+from sherd.comm.handle import EMPTY, Handle
 from sherd.comm.host.board import Board, State
 from sherd.comm.host.cores import spins_pay
 from sherd.comm.host.joining.link import Link
@@ -43,7 +43,6 @@ from sherd.errors import CommError
 
 HEADER_BYTES = 64
 MAX_PLANS = 256
-_EMPTY = torch.empty(0)
 
 
 @dataclass(slots=True)
@@ -293,13 +292,13 @@ class HostCommunicator(Communicator):
     def start_barrier(self, call: Call) -> Handle:
         plan = self._plans.get(call)
         if plan is None:
-            plan = self._plan(call, 0, _EMPTY, 0, (), results.keep_target)
-        handle = self._start(call, plan, _EMPTY, _EMPTY, self._barrier_stream)
-        handle.result = _EMPTY
+            plan = self._plan(call, 0, EMPTY, 0, (), results.keep_target)
+        handle = self._start(call, plan, EMPTY, EMPTY, self._barrier_stream)
+        handle.result = EMPTY
         return handle
 
     def _barrier_stream(self, o: SteppedOperation) -> Steps:
-        return self._streams.gather(o, _EMPTY, 0, (), None, results.ignoring)
+        return self._streams.gather(o, EMPTY, 0, (), None, results.ignoring)
 
     def start_send(self, call: Call, source: Tensor, to: int) -> Handle:
         self._scheduler.check()

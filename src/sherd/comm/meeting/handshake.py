@@ -13,7 +13,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed import DistError, Store
@@ -118,7 +117,7 @@ class Handshake:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self._give_up(error)
         elif self.guard.door:

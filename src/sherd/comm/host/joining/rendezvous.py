@@ -40,12 +40,7 @@ class Meeting:
 
 
 def meet(
-    rank: int,
-    world_rank: int,
-    exchange: Exchange,
-    options: CommOptions,
-    group: str = "",
-    check: Check = lambda: None,
+    rank: int, world_rank: int, exchange: Exchange, options: CommOptions, group: str = "", check: Check = lambda: None
 ) -> Meeting:
     """Find out who shares this rank's host. All ranks of `exchange` must call it, with the same options.
 
