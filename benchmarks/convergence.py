@@ -38,7 +38,7 @@ IMAGES = Path(__file__).parent.parent / "docs" / "images"
 class Learned:
     """How one run went."""
 
-    held_out: list[tuple[int, float]] = field(default_factory=list)
+    held_out: list[tuple[float, float]] = field(default_factory=list)
     payload: int = 0  # bytes that all ranks sent for training
     outer_lr: float | None = None
 
@@ -123,7 +123,7 @@ def main() -> None:
         (IMAGES / "convergence.svg").write_text(line_plot(title, "steps", "loss", curves))
 
 
-def _early(point: tuple[int, float]) -> bool:
+def _early(point: tuple[float, float]) -> bool:
     """The first looks would hide the differences between the last ones."""
     return point[0] < 200
 
