@@ -121,6 +121,11 @@ def test_windows_schedulers_and_unfreezing_are_those_of_a_plain_loop(ranks, accu
 
 def with_buffers():
     with connected() as c:
+        synced = nn.Sequential(network(), nn.SyncBatchNorm(5))
+        synced, optimizer = sherd.distribute(synced, sgd(synced), strategy="gossip", comm=c)
+        own = nn.Sequential(network(), nn.BatchNorm1d(5))
+        data = batch(c.rank)
+        assert torch.allclose(synced(data[0]), own(data[0]), atol=1e-6)  # this rank's statistics only
         model = nn.Sequential(network(), nn.BatchNorm1d(5))
         model, optimizer = sherd.distribute(model, sgd(model), strategy="gossip", comm=c)
         own = nn.Sequential(network(), nn.BatchNorm1d(5))
@@ -134,7 +139,7 @@ def with_buffers():
         return mine, inside
 
 
-def test_buffers_stay_each_ranks_own_and_are_averaged_at_the_consensus(ranks):
+def test_statistics_and_buffers_stay_each_ranks_own_and_are_averaged_at_the_consensus(ranks):
     (mine, inside), (theirs, other) = ranks(2).run(with_buffers)
     same(inside, other)
     assert not torch.equal(mine["1.running_mean"], theirs["1.running_mean"])

@@ -8,8 +8,8 @@
 Read in this order: `base` (the interface), `handle`, `calls` (how a call is described and compared), `checked_call`
 (what is checked before it is made), `flat`, `summation` (the order of sums), `codec`, `counters`; then the rooms that
 the transports share, `trust`, `waiting` and `meeting`; then the transports `solo`, `host`, `c10d` and `cluster`; then
-`connect`, which chooses one, and `neighbours` and `parcels`, for exchanges among a few; last `backend`, which makes them
-a backend of torch.distributed.
+`connect`, which chooses one, and `neighbours` and `parcels`, for exchanges among a few; last `backend`, which makes
+them a backend of torch.distributed.
 """
 
 from __future__ import annotations
