@@ -115,3 +115,19 @@ def test_all_teams_start_from_and_load_rank_0s_values(ranks):
     for start, loaded in ranks(4).run(starting):
         same(start, dict(network(seed=0).named_parameters()))
         same(loaded, dict(network(seed=10).named_parameters()))
+
+
+def edited():
+    """Rank 3 edits a parameter by itself."""
+    with connected() as c:
+        model, optimizer = distributed(c, "teams-of-two")
+        train(model, optimizer, [batch(c.rank)])
+        if c.rank == 3:
+            model[0].bias.data.add_(1)
+        if c.rank >= 2:
+            train(model, optimizer, [batch(c.rank, 1)])
+
+
+def test_messages_name_ranks_by_their_number_in_the_job(ranks):
+    with pytest.raises(sherd.RankFailed, match="edited only on rank 3 of ranks 2, 3"):
+        ranks(4).run(edited)
