@@ -157,3 +157,19 @@ def test_inside_consensus_every_rank_has_the_mean_of_all_teams(ranks):
         same(ends[rank], ends[0], rank)  # the third step is an exchange
         assert "2 groups of 2 ranks train together" in described[rank]
         assert "2 steps after the last exchange" in described[rank]
+
+
+def edited():
+    """Rank 3 edits a parameter by itself."""
+    with connected() as c:
+        model, optimizer = distributed(c, "teams-of-two")
+        train(model, optimizer, [batch(c.rank)])
+        if c.rank == 3:
+            model[0].bias.data.add_(1)
+        if c.rank >= 2:
+            train(model, optimizer, [batch(c.rank, 1)])
+
+
+def test_messages_name_ranks_by_their_number_in_the_job(ranks):
+    with pytest.raises(sherd.RankFailed, match="edited only on rank 3 of ranks 2, 3"):
+        ranks(4).run(edited)

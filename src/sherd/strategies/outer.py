@@ -67,7 +67,7 @@ class Part:
         kept = self._cut if outer.wire is None else self._cut * across.world
         self._anchor = like.new_zeros(kept, dtype=self._wide)
         self._momentum = like.new_zeros(self._cut if outer.momentum else 0, dtype=self._wide)
-        self._handle: Handle | None = None
+        self._handle: Handle | None = None  # None: it joined, or was restarted, since the exchange began
         self._own = self._anchor.new_empty(0)  # what this team has sent of the part that this rank steps
         self.squared = 0.0
         """How far that was from the mean over the teams."""
@@ -107,7 +107,8 @@ class Part:
 
     def send_new(self, aside: bool) -> None:
         """Step this rank's part of the anchor, and begin to send it to the other teams."""
-        assert self._handle is not None
+        if self._handle is None:
+            return
         mean, outer = self._handle.wait(), self._outer
         self.squared, self._own = float(torch.dist(self._own, mean)) ** 2, self._own[:0]
         if outer.wire is None:
@@ -119,7 +120,8 @@ class Part:
 
     def merge(self, mix: float) -> None:
         """Continue from the new values, or from `mix` of them and the rest of this team's own."""
-        assert self._handle is not None
+        if self._handle is None:
+            return
         new, self._handle = self._handle.wait(), None
         if self._outer.wire is not None:
             new = self._anchor.sub_(new)

@@ -64,7 +64,8 @@ class Inventory:
         mine += [(name, tuple(b.shape), dtype_name(b), None, None) for name, b in self.model.named_buffers()]
         by_rank, rank = comm.compare_object(mine)
         if rank:
-            raise Diverged(_difference(by_rank[0], by_rank[rank], rank), ranks=(0, rank))
+            pair = comm.numbers[0], comm.numbers[rank]
+            raise Diverged(_difference(by_rank[0], by_rank[rank], pair), ranks=pair)
 
 
 def _check(name: str, parameter: nn.Parameter, dry: bool) -> None:
@@ -91,13 +92,14 @@ def _check_modules(model: nn.Module) -> None:
             )
 
 
-def _difference(first: list[tuple[object, ...]], theirs: list[tuple[object, ...]], rank: int) -> str:
+def _difference(first: list[tuple[object, ...]], theirs: list[tuple[object, ...]], pair: tuple[int, int]) -> str:
+    one, two = pair
     for here, there in zip(first, theirs, strict=False):
         if here != there:
-            detail = f"rank 0 has {_words(here)} where rank {rank} has {_words(there)}"
+            detail = f"rank {one} has {_words(here)} where rank {two} has {_words(there)}"
             break
     else:
-        detail = f"rank 0 has {len(first)} parameters and buffers, rank {rank} has {len(theirs)}"
+        detail = f"rank {one} has {len(first)} parameters and buffers, rank {two} has {len(theirs)}"
     return f"the ranks' models differ: {detail}; build the same model on every rank before sherd.distribute"
 
 

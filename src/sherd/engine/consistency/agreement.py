@@ -173,19 +173,21 @@ def _edited_apart(comm: Communicator, seen: int, assigned: Sequence[str], step: 
     by_rank = comm.all_gather_object((seen, list(assigned)))
     rank = next(rank for rank, (theirs, _) in enumerate(by_rank) if theirs != by_rank[0][0])
     names = by_rank[0][1] or by_rank[rank][1]
+    one, two = comm.numbers[0], comm.numbers[rank]
     if names:
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         what = (
-            f"p.grad of {names[0]!r}{others} was set to different values on rank 0 and rank {rank}; all ranks must set "
-            f"the same: average it over the ranks first with torch.distributed.all_reduce(gradient, "
+            f"p.grad of {names[0]!r}{others} was set to different values on rank {one} and rank {two}; all ranks must "
+            f"set the same: average it over the ranks first with torch.distributed.all_reduce(gradient, "
             f"op=torch.distributed.ReduceOp.AVG), and draw noise from the same seed"
         )
     else:
         what = (
-            f"p.grad was edited in place differently on rank 0 and rank {rank}; make the same edits on every rank, "
-            f"with the same numbers (to clip, sherd.clip_grad_norm_ and clip_norm= give the same bits on all ranks)"
+            f"p.grad was edited in place differently on rank {one} and rank {two}; make the same edits on every "
+            f"rank, with the same numbers (to clip, sherd.clip_grad_norm_ and clip_norm= give the same bits on all "
+            f"ranks)"
         )
-    return Diverged(f"before step {step} {what}", ranks=(0, rank))
+    return Diverged(f"before step {step} {what}", ranks=(one, two))
 
 
 def _same(total: float, squares: float, world: int) -> bool:
@@ -196,27 +198,28 @@ def _same(total: float, squares: float, world: int) -> bool:
 def _apart(comm: Communicator, gradients: Sequence[Gradient]) -> Diverged:
     by_rank, rank = comm.compare_object([(each.label, each.backwards) for each in gradients])
     first, other = ([label for label, _ in each] for each in (by_rank[0], by_rank[rank]))
+    one, two = comm.numbers[0], comm.numbers[rank]
     if first != other:
         what = (
-            f"rank 0 is in {' and '.join(first)} and rank {rank} in {' and '.join(other)}; take the same steps on "
+            f"rank {one} is in {' and '.join(first)} and rank {two} in {' and '.join(other)}; take the same steps on "
             f"every rank, and decide on all ranks together whether to skip one"
         )
     else:
         pairs = zip(by_rank[0], by_rank[rank], strict=True)
         step, here, there = next((label, here, there) for (label, here), (_, there) in pairs if here != there)
         what = (
-            f"in {step} the gradient has {here} backwards on rank 0 and {there} on rank {rank}; "
+            f"in {step} the gradient has {here} backwards on rank {one} and {there} on rank {two}; "
             f"call backward and zero_grad equally often on every rank (a rank without data can call "
             f"sherd.weigh(model, 0))"
         )
-    return Diverged(f"the ranks are out of sync: {what}", ranks=(0, rank))
+    return Diverged(f"the ranks are out of sync: {what}", ranks=(one, two))
 
 
 def _compare_trainable(comm: Communicator, report: Report, counts: Sequence[float], buckets: BucketList) -> None:
     for entry, count in enumerate(counts):
         if count // _TRAINABLE not in (0, comm.world):
             can = comm.all_gather_object(bool(report.trainable[entry]))
-            yes, no = can.index(True), can.index(False)
+            yes, no = (comm.numbers[can.index(each)] for each in (True, False))
             member = buckets.parameters[entry]
             step = next(each.label for each in report.gradients if each.optimizer is member.bucket.optimizer)
             raise Diverged(

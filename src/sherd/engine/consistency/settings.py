@@ -35,15 +35,16 @@ def compare_optimizers(
     at, ((kind, groups), (other_kind, others)) = next(
         (at, (one, other)) for at, (one, other) in enumerate(pairs) if one != other
     )
-    what, scheduled = _difference(kind, groups, other_kind, others, rank)
+    pair = comm.numbers[0], comm.numbers[rank]
+    what, scheduled = _difference(kind, groups, other_kind, others, pair)
     if len(optimizers) > 1:
         what = f"of optimizer {at} ({kind}), {what}" if kind == other_kind else f"as optimizer {at}, {what}"
     when = "at sherd.distribute" if step is None else f"in step {step}"
     if step is None or not scheduled:
-        raise Diverged(f"{when} the ranks' optimizers differ: {what}; use the same settings on every rank", (0, rank))
+        raise Diverged(f"{when} the ranks' optimizers differ: {what}; use the same settings on every rank", pair)
     with comm.counters.agreeing():
         schedules = comm.all_gather_object(_schedules_of(optimizers[at]))
-    raise Diverged(f"{when} {_cause(schedules[0], schedules[rank], rank, what)}", (0, rank))
+    raise Diverged(f"{when} {_cause(schedules[0], schedules[rank], pair, what)}", pair)
 
 
 def _outline(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[str, Settings]:
@@ -54,16 +55,19 @@ def _outline(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[str, Setti
     return type(optimizer).__name__, groups
 
 
-def _difference(kind: str, groups: Settings, other_kind: str, others: Settings, rank: int) -> tuple[str, bool]:
-    """The first difference, and whether it is a value that a schedule may have set."""
+def _difference(
+    kind: str, groups: Settings, other_kind: str, others: Settings, pair: tuple[int, int]
+) -> tuple[str, bool]:
+    """The first difference between these two ranks, and whether it is a value that a schedule may have set."""
+    one, two = pair
     if kind != other_kind:
-        return f"rank 0 has {kind} where rank {rank} has {other_kind}", False
+        return f"rank {one} has {kind} where rank {two} has {other_kind}", False
     if len(groups) != len(others):
-        return f"rank 0 has {len(groups)} parameter groups where rank {rank} has {len(others)}", False
+        return f"rank {one} has {len(groups)} parameter groups where rank {two} has {len(others)}", False
     for index, (group, other) in enumerate(zip(groups, others, strict=True)):
         for name in (*group, *other):
             if group.get(name) != other.get(name):
-                text = f"group {index} has {name}={group.get(name)} on rank 0 and {other.get(name)} on rank {rank}"
+                text = f"group {index} has {name}={group.get(name)} on rank {one} and {other.get(name)} on rank {two}"
                 return text, name != "parameters"
     return "in an unrecognised field", False
 
@@ -76,12 +80,12 @@ def _schedules_of(optimizer: Optimizer) -> Schedules:
     return sorted((type(each).__name__, int(getattr(each, "last_epoch", 0))) for each in own)
 
 
-def _cause(first: Schedules, other: Schedules, rank: int, what: str) -> str:
-    """Why hyper-parameters differ on rank 0 and `rank`, judging by their schedulers, and the fix."""
+def _cause(first: Schedules, other: Schedules, pair: tuple[int, int], what: str) -> str:
+    """Why hyper-parameters differ on these two ranks, judging by their schedulers, and the fix."""
     differ = [(one, two) for one, two in zip(first, other, strict=False) if one != two and one[0] == two[0]]
     if differ:
         (name, taken), (_, others) = differ[0]
-        ahead, behind, most, least = (rank, 0, others, taken) if others > taken else (0, rank, taken, others)
+        ahead, behind, most, least = (*pair[::-1], others, taken) if others > taken else (*pair, taken, others)
         return (
             f"rank {ahead} is ahead of rank {behind} in its schedule: its {name} has taken {most} steps, that of rank "
             f"{behind} {least}, so the ranks' optimizers differ ({what}). A rank that leaves a loop early, by its own "
@@ -107,8 +111,9 @@ def compare_unfrozen(comm: Communicator, members: Sequence[TrackedParameter], st
         by_rank, rank = comm.compare_object(names)
     if rank:
         only = sorted(set(by_rank[rank]) ^ set(by_rank[0]))
+        one, two = comm.numbers[0], comm.numbers[rank]
         raise Diverged(
-            f"before step {step} rank 0 and rank {rank} unfroze different parameters: {only} on one of them only; set "
-            f"the same requires_grad on every rank",
-            ranks=(0, rank),
+            f"before step {step} rank {one} and rank {two} unfroze different parameters: {only} on one of them only; "
+            f"set the same requires_grad on every rank",
+            ranks=(one, two),
         )

@@ -132,10 +132,11 @@ class Unchanged:
             edited, *counts = self._comm.all_reduce(torch.tensor(flags)).wait().tolist()
             if any(count not in (0, self._comm.world) for count in counts):
                 by_rank, rank = self._comm.compare_object(mine)
+                one, two = self._comm.numbers[0], self._comm.numbers[rank]
                 raise Diverged(
-                    f"the ranks are out of sync: rank 0 is in {by_rank[0]} and rank {rank} in {by_rank[rank]}; step "
+                    f"the ranks are out of sync: rank {one} is in {by_rank[0]} and rank {two} in {by_rank[rank]}; step "
                     f"the optimizers in the same order on every rank",
-                    ranks=(0, rank),
+                    ranks=(one, two),
                 )
         if edited:
             self.compare(when)
@@ -156,16 +157,20 @@ class Unchanged:
     ) -> Diverged:
         name, others = members[0].name, len(members) - 1
         what = f"parameter {name!r}" + (f" and {others} other{'s' * (others > 1)}" if others else "")
-        rank = next(rank for rank, sum in enumerate(sums.tolist()) if sum != sums[0])
-        edited = [rank for rank, did in enumerate(who[members[0]]) if did] if who is not None else []
+        numbers = self._comm.numbers
+        one, two = numbers[0], next(numbers[rank] for rank, sum in enumerate(sums.tolist()) if sum != sums[0])
+        edited = [numbers[rank] for rank, did in enumerate(who[members[0]]) if did] if who is not None else []
         if edited and len(edited) < self._comm.world:
-            where = f"only on rank{'s' * (len(edited) > 1)} {', '.join(map(str, edited))} of {self._comm.world}"
+            ranks = (
+                self._comm.world if list(numbers) == [*range(len(numbers))] else f"ranks {', '.join(map(str, numbers))}"
+            )
+            where = f"only on rank{'s' * (len(edited) > 1)} {', '.join(map(str, edited))} of {ranks}"
         else:
-            where = f"differently on rank 0 and rank {rank}"
+            where = f"differently on rank {one} and rank {two}"
         return Diverged(
             f"{when} {what} {'were' if others else 'was'} edited {where}; make the same edits on every rank (random "
             f"ones from the same seed, ones that depend on data after averaging it over the ranks)",
-            ranks=(0, rank),
+            ranks=(one, two),
         )
 
     @contextmanager

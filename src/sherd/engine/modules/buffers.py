@@ -143,12 +143,13 @@ class BufferSync:
     def _compare(self, places: Sequence[BufferSlot]) -> None:
         """Refuse buffers whose new dtypes or shapes differ between ranks."""
         by_rank, rank = self._comm.compare_object([place.form for place in places])
+        one, two = self._comm.numbers[0], self._comm.numbers[rank]
         for place, first, other in zip(places, by_rank[0], by_rank[rank], strict=True):
             if first != other:
                 raise Diverged(
-                    f"buffer {place.name!r} cannot be kept equal: rank 0 has {_words(first)} where rank {rank} has "
+                    f"buffer {place.name!r} cannot be kept equal: rank {one} has {_words(first)} where rank {two} has "
                     f'{_words(other)}; give it one shape on every rank, or write sync_buffers="none"',
-                    ranks=(0, rank),
+                    ranks=(one, two),
                 )
 
     def _equalise(self, tensors: Sequence[Tensor]) -> None:
