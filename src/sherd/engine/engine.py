@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from sherd import observe
 from sherd.comm import Communicator, labelled
 from sherd.config import StepOptions
 from sherd.engine.buckets.bucket_list import BucketList
+from sherd.engine.buckets.groups import Ranks
 from sherd.engine.buckets.inventory import Inventory
 from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.consistency.torn import Torn
@@ -35,7 +36,7 @@ from sherd.engine.gradients.path import GradientPath
 from sherd.engine.modules.buffers import BufferSync
 from sherd.engine.optimizer.unsplit import Updater
 from sherd.engine.parameters.mesh import Mesh
-from sherd.engine.parameters.store import ParameterStore
+from sherd.engine.parameters.store import ParameterStore, from_leader
 from sherd.engine.policy import ExchangePolicy, StepContext
 from sherd.engine.summed import SummedGradients
 from sherd.errors import SherdError
@@ -66,6 +67,7 @@ class Parts:
     """What an engine is made of, as its policy says."""
 
     mesh: Mesh
+    groups: Mapping[Ranks, Communicator]
     policy: ExchangePolicy
     store: ParameterStore
     trained: Trained
@@ -90,6 +92,8 @@ class Engine:
     def __init__(self, comm: Communicator, options: StepOptions, parts: Parts) -> None:
         self.comm = comm
         self.mesh = parts.mesh
+        self.groups = parts.groups
+        """The groups of ranks that this one is in; None is everyone."""
         self.policy = parts.policy
         self.store = parts.store
         self.trained = parts.trained
@@ -115,11 +119,13 @@ class Engine:
         self.state = to
 
     def take_over(self) -> None:
-        """Move the parameters to where they are to live, with rank 0's values. Collective."""
+        """Move the parameters to where they are to live, with the values of their first rank. Collective."""
         self.store.take_over()
-        self.store.from_leader(self.inventory.buffers)
+        for ranks, comm in self.groups.items():
+            from_leader(comm, self.inventory.buffers_of(ranks))
         self.unchanged.accept()
-        self.buffers = BufferSync(self.comm, self.inventory, self._options.sync_buffers)
+        how = self._options.sync_buffers
+        self.buffers = [BufferSync(comm, self.inventory, how, ranks) for ranks, comm in self.groups.items()]
         backward.install()
         backward.listen(self.path)
 
@@ -222,7 +228,8 @@ class Engine:
         first = self._steps_first(gradient)
         self.settle(gradient)
         if first and self.policy.exchanges(gradient.calls):
-            self.buffers.sync(self.steps)
+            for buffers in self.buffers:
+                buffers.sync(self.steps)
         if not self._finite(first) and self._options.nonfinite != "allow":
             self._skip(gradient)
             return False

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sherd.comm import Communicator, labelled
 from sherd.engine.buckets.checksum import checksum
+from sherd.engine.buckets.groups import Ranks
 from sherd.engine.buckets.inventory import Inventory
 from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.parameters.isolation import bypass_torch_function
@@ -116,13 +117,14 @@ class Unchanged:
 
     def compare(self, when: str) -> None:
         """Keep edits that are the same on all ranks, refuse others. Collective."""
-        mine = torch.tensor([member in self.edits for member in self._members], dtype=torch.uint8)
-        with self._comm.counters.agreeing():
-            who = self._comm.all_gather(mine).wait().view(self._comm.world, -1)
-        edited = [self._members[index] for index in who.any(0).nonzero().flatten().tolist()]
-        self.compare_values(edited, when, dict(zip(self._members, who.T.tolist(), strict=True)))
-        self._store.keep_edits(edited)
-        self.written(edited)
+        for comm, members in self._by_group(self._members):
+            mine = torch.tensor([member in self.edits for member in members], dtype=torch.uint8)
+            with comm.counters.agreeing():
+                who = comm.all_gather(mine).wait().view(comm.world, -1)
+            edited = [members[index] for index in who.any(0).nonzero().flatten().tolist()]
+            self.compare_values(edited, when, dict(zip(members, who.T.tolist(), strict=True)))
+            self._store.keep_edits(edited)
+            self.written(edited)
 
     def compare_if_any(self, when: str, doing: Sequence[str] = (), mine: str = "") -> None:
         """The same, if any rank has edits. Of several things that they may be `doing`, ranks must all do `mine`.
@@ -144,28 +146,40 @@ class Unchanged:
         self, members: Sequence[TrackedParameter], when: str, who: dict[TrackedParameter, list[int]] | None = None
     ) -> None:
         """Refuse values of these parameters that differ between ranks; `who` says which ranks edited. Collective."""
-        mine = torch.tensor(self._store.digests(members), dtype=torch.int64)
-        with self._comm.counters.agreeing():
-            by_rank = self._comm.all_gather(mine).wait().view(self._comm.world, -1)
-        different = (by_rank != by_rank[0]).any(0).nonzero().flatten().tolist()
-        if different:
-            raise self._difference([members[at] for at in different], by_rank[:, different[0]], when, who)
+        for comm, its in self._by_group(members):
+            mine = torch.tensor(self._store.digests(its), dtype=torch.int64)
+            with comm.counters.agreeing():
+                by_rank = comm.all_gather(mine).wait().view(comm.world, -1)
+            different = (by_rank != by_rank[0]).any(0).nonzero().flatten().tolist()
+            if different:
+                raise self._difference([its[at] for at in different], by_rank[:, different[0]], when, who)
+
+    def _by_group(self, members: Sequence[TrackedParameter]) -> list[tuple[Communicator, Sequence[TrackedParameter]]]:
+        """These parameters by the ranks that hold them, in one order on all ranks."""
+        if not self._inventory.groups:
+            return [(self._comm, members)]
+        found: dict[Ranks, list[TrackedParameter]] = {}
+        for member in members:
+            found.setdefault(member.ranks, []).append(member)
+        ordered = sorted(found.values(), key=lambda its: its[0].ranks or ())
+        return [(its[0].bucket.comm, its) for its in ordered]
 
     def _difference(
         self, members: list[TrackedParameter], sums: Tensor, when: str, who: dict[TrackedParameter, list[int]] | None
     ) -> Diverged:
         name, others = members[0].name, len(members) - 1
         what = f"parameter {name!r}" + (f" and {others} other{'s' * (others > 1)}" if others else "")
-        rank = next(rank for rank, sum in enumerate(sums.tolist()) if sum != sums[0])
-        edited = [rank for rank, did in enumerate(who[members[0]]) if did] if who is not None else []
-        if edited and len(edited) < self._comm.world:
-            where = f"only on rank{'s' * (len(edited) > 1)} {', '.join(map(str, edited))} of {self._comm.world}"
+        ranks = members[0].ranks or range(self._comm.world)
+        first, rank = ranks[0], next(rank for rank, sum in zip(ranks, sums.tolist(), strict=True) if sum != sums[0])
+        edited = [rank for rank, did in zip(ranks, who[members[0]], strict=True) if did] if who is not None else []
+        if edited and len(edited) < len(ranks):
+            where = f"only on rank{'s' * (len(edited) > 1)} {', '.join(map(str, edited))} of {len(ranks)}"
         else:
-            where = f"differently on rank 0 and rank {rank}"
+            where = f"differently on rank {first} and rank {rank}"
         return Diverged(
             f"{when} {what} {'were' if others else 'was'} edited {where}; make the same edits on every rank (random "
             f"ones from the same seed, ones that depend on data after averaging it over the ranks)",
-            ranks=(0, rank),
+            ranks=(first, rank),
         )
 
     @contextmanager
@@ -177,7 +191,8 @@ class Unchanged:
         """
         members = [member for member in self._inventory.of_module(module) if member not in self.lent]
         self.check()
-        if compare and self.compares and not self.lent:
+        common = not self._inventory.groups or any(member.ranks is None for member in members)
+        if compare and common and self.compares and not self.lent:
             with labelled("the beginning of full_parameters"):
                 self.compare_if_any("before full_parameters")
         self._store.lend(members)

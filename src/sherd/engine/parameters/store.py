@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from sherd.comm import Communicator
 from sherd.engine.buckets.bucket import Bucket
-from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.checksum import checksum
 from sherd.engine.buckets.inventory import Inventory
 from sherd.engine.buckets.tracked import TrackedParameter
@@ -46,7 +46,7 @@ class ParameterStore(ABC):
     owns_memory = True
     """Whether parameters live in the store's memory, and are put back there."""
 
-    def __init__(self, mesh: Mesh, inventory: Inventory, buckets: BucketList, owner: int | None) -> None:
+    def __init__(self, mesh: Mesh, inventory: Inventory, buckets: Sequence[Bucket], owner: int | None) -> None:
         self._mesh = mesh
         self._comm = mesh.everyone
         self._members = inventory.members
@@ -55,7 +55,7 @@ class ParameterStore(ABC):
         self.updates_slices = owner is not None
         """Whether a rank updates only the slices of this owner, instead of everything."""
         self.state = Holding.HELD
-        self._make_room(buckets.every)
+        self._make_room(buckets)
 
     @abstractmethod
     def _make_room(self, buckets: Sequence[Bucket]) -> None:
@@ -125,11 +125,7 @@ class ParameterStore(ABC):
 
     def from_leader(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite tensors of this rank with rank 0's."""
-        tensors = list(tensors)
-        for tensor in tensors:
-            unexpand(tensor)
-        for handle in [self._comm.broadcast(tensor.detach()) for tensor in tensors]:
-            handle.wait()
+        from_leader(self._comm, tensors)
 
     def _move(self, expected: Holding, to: Holding) -> None:
         if self.state is not expected:
@@ -138,6 +134,15 @@ class ParameterStore(ABC):
                 f"{expected.value}"
             )
         self.state = to
+
+
+def from_leader(comm: Communicator, tensors: Iterable[Tensor]) -> None:
+    """Overwrite tensors of this rank with those of rank 0 of `comm`. Collective."""
+    tensors = list(tensors)
+    for tensor in tensors:
+        unexpand(tensor)
+    for handle in [comm.broadcast(tensor.detach()) for tensor in tensors]:
+        handle.wait()
 
 
 def unexpand(tensor: Tensor) -> None:
