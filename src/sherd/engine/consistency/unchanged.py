@@ -8,7 +8,7 @@ error. A new dtype, or another object in place of a parameter, is refused at onc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, cast
@@ -117,14 +117,17 @@ class Unchanged:
 
     def compare(self, when: str) -> None:
         """Keep edits that are the same on all ranks, refuse others. Collective."""
-        for comm, members in self._by_group(self._members):
+
+        def compare(comm: Communicator, members: Sequence[TrackedParameter]) -> None:
             mine = torch.tensor([member in self.edits for member in members], dtype=torch.uint8)
             with comm.counters.agreeing():
                 who = comm.all_gather(mine).wait().view(comm.world, -1)
             edited = [members[index] for index in who.any(0).nonzero().flatten().tolist()]
-            self.compare_values(edited, when, dict(zip(members, who.T.tolist(), strict=True)))
+            self._compare_values(comm, edited, when, dict(zip(members, who.T.tolist(), strict=True)))
             self._store.keep_edits(edited)
             self.written(edited)
+
+        self._by_group(self._members, compare)
 
     def compare_if_any(self, when: str, doing: Sequence[str] = (), mine: str = "") -> None:
         """The same, if any rank has edits. Of several things that they may be `doing`, ranks must all do `mine`.
@@ -142,27 +145,48 @@ class Unchanged:
         if edited:
             self.compare(when)
 
-    def compare_values(
-        self, members: Sequence[TrackedParameter], when: str, who: dict[TrackedParameter, list[int]] | None = None
-    ) -> None:
-        """Refuse values of these parameters that differ between ranks; `who` says which ranks edited. Collective."""
-        for comm, its in self._by_group(members):
-            mine = torch.tensor(self._store.digests(its), dtype=torch.int64)
-            with comm.counters.agreeing():
-                by_rank = comm.all_gather(mine).wait().view(comm.world, -1)
-            different = (by_rank != by_rank[0]).any(0).nonzero().flatten().tolist()
-            if different:
-                raise self._difference([its[at] for at in different], by_rank[:, different[0]], when, who)
+    def compare_values(self, members: Sequence[TrackedParameter], when: str) -> None:
+        """Refuse values of these parameters that differ between ranks. Collective."""
+        self._by_group(members, lambda comm, its: self._compare_values(comm, its, when))
 
-    def _by_group(self, members: Sequence[TrackedParameter]) -> list[tuple[Communicator, Sequence[TrackedParameter]]]:
-        """These parameters by the ranks that hold them, in one order on all ranks."""
+    def _compare_values(
+        self,
+        comm: Communicator,
+        members: Sequence[TrackedParameter],
+        when: str,
+        who: dict[TrackedParameter, list[int]] | None = None,
+    ) -> None:
+        """The same in one group; `who` says which ranks edited."""
+        mine = torch.tensor(self._store.digests(members), dtype=torch.int64)
+        with comm.counters.agreeing():
+            by_rank = comm.all_gather(mine).wait().view(comm.world, -1)
+        different = (by_rank != by_rank[0]).any(0).nonzero().flatten().tolist()
+        if different:
+            raise self._difference([members[at] for at in different], by_rank[:, different[0]], when, who)
+
+    def _by_group(
+        self, members: Sequence[TrackedParameter], compare: Callable[[Communicator, Sequence[TrackedParameter]], None]
+    ) -> None:
+        """Compare parameters among the ranks that hold them. What one group finds is raised on all ranks."""
         if not self._inventory.groups:
-            return [(self._comm, members)]
-        found: dict[Ranks, list[TrackedParameter]] = {}
+            compare(self._comm, members)
+            return
+        by_ranks: dict[Ranks, list[TrackedParameter]] = {}
         for member in members:
-            found.setdefault(member.ranks, []).append(member)
-        ordered = sorted(found.values(), key=lambda its: its[0].ranks or ())
-        return [(its[0].bucket.comm, its) for its in ordered]
+            by_ranks.setdefault(member.ranks, []).append(member)
+        found: Diverged | None = None
+        for its in sorted(by_ranks.values(), key=lambda its: its[0].ranks or ()):  # in one order on all ranks
+            try:
+                compare(its[0].bucket.comm, its)
+            except Diverged as error:
+                found = found or error
+        if None in by_ranks:  # else only those that hold them are here
+            with self._comm.counters.agreeing():
+                everybody = self._comm.all_gather_object(None if found is None else (str(found), found.ranks))
+            text, ranks = next((each for each in everybody if each is not None), ("", ()))
+            found = Diverged(text, ranks=tuple(ranks)) if text else None
+        if found is not None:
+            raise found
 
     def _difference(
         self, members: list[TrackedParameter], sums: Tensor, when: str, who: dict[TrackedParameter, list[int]] | None
@@ -173,7 +197,8 @@ class Unchanged:
         first, rank = ranks[0], next(rank for rank, sum in zip(ranks, sums.tolist(), strict=True) if sum != sums[0])
         edited = [rank for rank, did in zip(ranks, who[members[0]], strict=True) if did] if who is not None else []
         if edited and len(edited) < len(ranks):
-            where = f"only on rank{'s' * (len(edited) > 1)} {', '.join(map(str, edited))} of {len(ranks)}"
+            of = f"of {len(ranks)}" if members[0].ranks is None else f"of the ranks {list(ranks)} that hold it"
+            where = f"only on rank{'s' * (len(edited) > 1)} {', '.join(map(str, edited))} {of}"
         else:
             where = f"differently on rank {first} and rank {rank}"
         return Diverged(
