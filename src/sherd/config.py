@@ -18,7 +18,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -177,6 +177,10 @@ class StepOptions(Options):
     """Which edits of parameters are detected where every rank has a copy: those that change torch's "versions", or all
     "edits", by checksums that are compared before each update. Where ranks share a copy all are detected."""
 
+    groups: Mapping[str, Sequence[int]] | None = None
+    """Which ranks hold which parameters and buffers, where ranks differ: patterns of names, each with its ranks, as in
+    {"experts.0.*": [0, 1]}. None: all ranks hold everything."""
+
     def validate(self) -> None:
         at_least(self, "accumulate", 1)
         if self.accumulate_at is not None:
@@ -188,6 +192,9 @@ class StepOptions(Options):
         one_of(self, "sync_buffers", ("mean", "leader", "none"))
         at_least(self, "bucket_bytes", 1024)
         one_of(self, "check", ("versions", "edits"))
+        if self.groups is not None:
+            # Sorted, and a copy: what is written in another order is the same.
+            object.__setattr__(self, "groups", {name: _ranks(self, name, each) for name, each in self.groups.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +251,20 @@ def one_of(options: Options, name: str, valid: Collection[str]) -> None:
     value = getattr(options, name)
     if value not in valid:
         raise ConfigError(f"{type(options).__name__}: unknown {name}={value!r}; {nearest(value, valid)}")
+
+
+def _ranks(options: Options, pattern: object, ranks: object) -> tuple[int, ...]:
+    """The ranks of one group, in order."""
+    fix = 'groups={"experts.0.*": [0, 1]}'
+    if not isinstance(pattern, str) or not pattern:
+        refuse(options, "groups", f"about names of parameters, found {pattern!r}", fix)
+    if not isinstance(ranks, Sequence) or isinstance(ranks, str) or not ranks:
+        refuse(options, "groups", f"a list of ranks for each pattern, found {ranks!r} for {pattern!r}", fix)
+    if wrong := [rank for rank in ranks if type(rank) is not int or rank < 0]:
+        refuse(options, "groups", f"made of ranks, found {wrong[0]!r} for {pattern!r}", fix)
+    if len(set(ranks)) < len(ranks):
+        refuse(options, "groups", f"without repeats, found {list(ranks)} for {pattern!r}", fix)
+    return tuple(sorted(ranks))
 
 
 # Parsers of environment variables.

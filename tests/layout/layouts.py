@@ -39,14 +39,16 @@ def models(draw: st.DrawFn, kinds: tuple[Placement, ...] = tuple(Placement)) -> 
 
 @st.composite
 def relayouts(draw: st.DrawFn, entries: tuple[Entry, ...]) -> ShardLayout:
-    """Any layout of these parameters: any order, placements, world, buckets and tree."""
+    """Any layout of these parameters: any order, placements, world, buckets and tree, on all ranks or on some."""
     placed = [
         Entry(entry.name, entry.shape, entry.dtype, draw(st.sampled_from(allowed(entry.shape))))
         for entry in draw(st.permutations(entries))
     ]
     world = draw(WORLDS)
     group = draw(st.integers(1, world))
-    return ShardLayout.build(placed, world, bucket_numel=draw(BUCKET_NUMELS), group=group)
+    some = st.none() | st.sets(st.integers(0, world - 1), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
+    ranks = [None if entry.placement is Placement.LAYER else draw(some) for entry in placed]
+    return ShardLayout.build(placed, world, bucket_numel=draw(BUCKET_NUMELS), group=group, ranks=ranks)
 
 
 layouts = models().flatmap(relayouts)
@@ -77,6 +79,7 @@ def empty_slices(layout: ShardLayout) -> Slices:
         (bucket.index, owner): np.full(bucket.slice_numel, PADDING)
         for bucket in layout.buckets
         for owner in range(layout.world)
+        if bucket.owner_of(owner) is not None
     }
 
 

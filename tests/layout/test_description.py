@@ -79,6 +79,10 @@ def change(*path, to):
         (change("buckets", 1, "holders", to=None), "'holders' belongs to buckets of whole layers"),
         (change("buckets", 1, "holders", to=[0, 1]), "found 2 holders, expected one for each of 1"),
         (change("buckets", 1, "holders", to=[2]), "holders must be less than 2"),
+        (change("buckets", 0, "ranks", to=[2]), "ranks must be less than 2"),
+        (change("buckets", 0, "ranks", to=[1, 0]), r"ranks must ascend without repeats, found \[1, 0\]"),
+        (change("buckets", 0, "ranks", to=[]), "ranks must ascend without repeats"),
+        (change("buckets", 1, "ranks", to=[0]), "'ranks' does not belong to buckets of whole layers"),
     ],
 )
 def test_a_damaged_description_is_refused(damage, message):

@@ -25,10 +25,11 @@ def described(training: Training) -> str:
     with everyone.counters.agreeing(), everyone.counters.between_steps():
         everybody, added, owners = zip(*everyone.all_gather_object((mine, coming, owned_bytes)), strict=True)
     largest = max((bucket.numel for bucket in layout.buckets), default=0)
-    owned = sum(bucket.slice_numel for bucket in layout.buckets)
-    frozen = sum(member.entry.numel for bucket in engine.buckets.frozen for member in bucket.members)
+    owned = sum(bucket.described.slice_numel for bucket in engine.buckets.buckets)
+    frozen = sum(each.entry.numel for each in engine.buckets.asleep)
+    who, everything = ("this", "what it holds") if engine.buckets.grouped else ("each", "everything")
     sliced = policy.owns is Owns.SLICE
-    shard = f"each rank owns and updates {owned:,} elements" if sliced else "none: each rank updates everything"
+    shard = f"{who} rank owns and updates {owned:,} elements" if sliced else f"none: each rank updates {everything}"
     if engine.mesh.groups > 1:
         shard += f"; {engine.mesh.groups} groups of {engine.mesh.shard.world} ranks have a copy of the parameters each"
     lines = [
@@ -39,6 +40,7 @@ def described(training: Training) -> str:
         *_teams(engine),
         f"model      {layout.numel:,} trainable elements in {len(layout.entries)} parameters, "
         f"{layout.padded_numel:,} with padding; {frozen:,} frozen",
+        *_groups(training),
         f"shards     {shard}",
         f"buckets    {len(layout.buckets)}, the largest of {largest:,} elements",
         f"calls      {_calls(comm.counters)}",
@@ -60,6 +62,14 @@ def _teams(engine: Engine) -> Iterator[str]:
     who = "every rank trains alone" if alone else f"{teams.count} groups of {teams.team.world} ranks train together"
     since = "" if drift is None else f", {drift.since} steps after the last exchange"
     yield f"teams      {who}; this one is {distance(engine):.3g} from the consensus{since}"
+
+
+def _groups(training: Training) -> Iterator[str]:
+    """Who holds what, where ranks differ."""
+    buckets = training.engine.buckets
+    for ranks in buckets.groups[1:]:
+        its = [each.entry.numel for each in (*buckets.catalogue, *buckets.asleep) if each.ranks == ranks]
+        yield f"group      ranks {', '.join(map(str, ranks or ()))} hold {sum(its):,} elements in {len(its)} parameters"
 
 
 def _rows(mine: Mapping[str, int], everybody: Sequence[Mapping[str, int]], numel: int) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar, overload
 
@@ -59,6 +60,7 @@ def distribute(
     sync_buffers: SyncBuffers = "mean",
     bucket_bytes: int | None = None,
     check: Check = "versions",
+    groups: Mapping[str, Sequence[int]] | None = None,
     global_batch: int | None = None,
     iterable: Streams | None = None,
     comm: CommOptions | Communicator | None = None,
@@ -107,6 +109,9 @@ def distribute(
         2 MB.
     check: which writes to parameters are detected where every rank has its own copy: those that change torch's
         "versions", or all "edits", by checksums. Where ranks share a copy all are detected. Default: "versions".
+    groups: which ranks hold which parameters and buffers, where ranks differ: patterns of names, each with its ranks,
+        such as `{"experts.0.*": [0, 1], "experts.1.*": [2, 3]}`. Gradients of these are summed over the ranks that hold
+        them, and divided by the number of all ranks. Default: None, all ranks hold everything.
 
     What loaders yield:
     global_batch: samples per step on all ranks together; sets the first loader's batch size, which is per rank and
@@ -123,6 +128,7 @@ def distribute(
         "sync_buffers": sync_buffers,
         "bucket_bytes": bucket_bytes,
         "check": check,
+        "groups": groups,
     }
     return _distribute(things, strategy, comm, step, {"global_batch": global_batch, "iterable": iterable}, unknown)
 

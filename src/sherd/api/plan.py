@@ -14,7 +14,8 @@ from sherd.api.arguments import sort_out
 from sherd.api.training import refuse_shared, refuse_strangers
 from sherd.comm import Communicator
 from sherd.config import LoaderOptions, StepOptions
-from sherd.engine.assembly import check_optimizer, settle
+from sherd.engine.assembly import check_groups, check_optimizer, settle
+from sherd.engine.buckets.groups import Groups
 from sherd.engine.buckets.inventory import Inventory
 from sherd.engine.consistency.settings import compare_optimizers
 from sherd.engine.gradients.gradient import name_of
@@ -50,7 +51,7 @@ class Plan:
                 f"accumulate={options.accumulate} counts the optimizer's step() calls, and no optimizer was passed; "
                 f"write sherd.distribute(model, optimizer, accumulate={options.accumulate})"
             )
-        inventory = Inventory.of(models[0] if len(models) == 1 else nn.ModuleList(models), dry=comm.dry)
+        inventory = _inventory(models[0] if len(models) == 1 else nn.ModuleList(models), options, comm)
         names = {each: name_of(each, at) if len(optimizers) > 1 else "" for at, each in enumerate(optimizers)}
         for optimizer, name in names.items():
             for index, group in enumerate(optimizer.param_groups):
@@ -70,6 +71,7 @@ class Plan:
         if teams.everyone.world == 1:
             policy = Alone()  # there is nobody to exchange anything with
         settle(policy, self.options)
+        check_groups(self.inventory.groups, policy, teams.count, self.strategy.name)
         for index, optimizer in enumerate(self.optimizers):
             name = name_of(optimizer, index) if len(self.optimizers) > 1 else ""
             check_optimizer(optimizer, policy, self.strategy.name, name)
@@ -93,8 +95,16 @@ class Plan:
         _compare(comm, (str(self.strategy), str(self.options), str(self.loading), self.passed))
         self.inventory.compare(comm)
         if self.optimizers:
-            compare_optimizers(comm, self.optimizers, self.inventory.members)
+            compare_optimizers(comm, self.optimizers, self.inventory)
         data.compare(comm, self.shardings)
+
+
+def _inventory(model: nn.Module, options: StepOptions, comm: Communicator) -> Inventory:
+    groups = Groups(options.groups, comm.world)
+    if groups and comm.dry:
+        raise ConfigError("groups= cannot be tried without ranks: what each holds is not known; leave it out")
+    groups.check([name for name, _ in (*model.named_parameters(), *model.named_buffers())], comm.rank)
+    return Inventory.of(model, comm.dry, groups)
 
 
 def _compare(comm: Communicator, mine: tuple[str, ...]) -> None:

@@ -3,6 +3,7 @@ two."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from torch import nn
@@ -38,6 +39,7 @@ class DistributeOptions(TypedDict, total=False):
     sync_buffers: SyncBuffers
     bucket_bytes: int | None
     check: Check
+    groups: Mapping[str, Sequence[int]] | None
     global_batch: int | None
     iterable: Streams | None
     comm: CommOptions | Communicator | None

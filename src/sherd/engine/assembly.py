@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 from torch.optim import Optimizer
 
-from sherd.comm import SoloCommunicator
+from sherd.comm import Communicator, SoloCommunicator
 from sherd.config import StepOptions
 from sherd.engine.buckets.bucket_list import BucketList
+from sherd.engine.buckets.catalogue import gather, listed
 from sherd.engine.buckets.exchange import Exchange, ReplicaExchange, SliceExchange, WholeExchange
+from sherd.engine.buckets.groups import Groups, Ranks
 from sherd.engine.buckets.inventory import Inventory
 from sherd.engine.consistency.torn import Torn
 from sherd.engine.consistency.unchanged import Unchanged
@@ -25,6 +28,7 @@ from sherd.engine.optimizer.unsplit import updater_for
 from sherd.engine.parameters.flat_stores import PrivateStore
 from sherd.engine.parameters.gathered.host_store import HostGatheredStore
 from sherd.engine.parameters.gathered.store import GatheredStore
+from sherd.engine.parameters.grouped_store import GroupedStore
 from sherd.engine.parameters.host_store import HostStore
 from sherd.engine.parameters.mesh import Mesh, Teams
 from sherd.engine.parameters.restore import tensors_as_they_are
@@ -81,6 +85,20 @@ def check_optimizer(optimizer: Optimizer, policy: ExchangePolicy, strategy: str,
         )
 
 
+def check_groups(groups: Groups, policy: ExchangePolicy, teams: int, strategy: str) -> None:
+    """Refuse ranks that hold different parameters where those are gathered on use, or averaged between teams."""
+    if groups and teams > 1:
+        raise ConfigError(
+            f"groups= does not work with strategy={strategy!r}, which averages the parameters of ranks that train "
+            f'apart; write strategy="zero2"'
+        )
+    if groups and policy.home in (Home.GATHERED, Home.GATHERED_BY_HOST):
+        raise ConfigError(
+            f"groups= does not work with parameters that are gathered on use, as strategy={strategy!r} has them "
+            f'where ranks do not share one copy; write strategy="zero2"'
+        )
+
+
 def assemble(
     teams: Teams,
     inventory: Inventory,
@@ -94,26 +112,63 @@ def assemble(
     `undo` gets what puts the model back as it was, in case `distribute` fails later.
     """
     comm = teams.team
-    entries = [member.entry for member in inventory.members]
+    catalogue = listed(inventory.members, optimizers)
+    if inventory.groups:
+        catalogue = gather(comm, catalogue)
+    entries = [each.entry for each in catalogue]
     numel = bucket_numel(entries, options.bucket_bytes or policy.bucket_bytes, crosses=comm.tree.group < comm.world)
-    buckets = BucketList.pack(inventory.members, comm.world, comm.tree.group, numel, optimizers)
+    buckets = BucketList.pack(inventory.members, comm.world, comm.tree.group, numel, optimizers, catalogue)
+    groups = _cut_groups(comm, inventory.groups, undo)
     for bucket in buckets.every:
-        bucket.comm = comm
+        bucket.comm = groups[bucket.ranks]
+        bucket.divisor = None if bucket.ranks is None else comm.world
     owner = None if policy.owns is Owns.EVERYTHING else comm.rank  # whose slices this rank updates
     mesh = Mesh.cut(comm, policy.shard_over or comm.world)
     undo.callback(mesh.close)
     undo.callback(tensors_as_they_are((*inventory.parameters, *inventory.buffers)))
-    store = _STORES[policy.home](mesh, inventory, buckets, owner)
+    store = _store(policy, mesh, groups, inventory, buckets, owner)
     trained = Trained(inventory, buckets, optimizers, options.loss_reduction, options.accumulate)
     unchanged = Unchanged(comm, inventory, store, checksums=options.check == "edits")
     torn = Torn(inventory, comm.number, optimizers)
-    exchange = _EXCHANGES[policy.keeps, policy.owns](comm, numel, inventory.device, policy.reduce)
-    access = WholeAccess() if owner is None else ShardedAccess(comm)
+    kind = _EXCHANGES[policy.keeps, policy.owns]
+    exchanges = {each: kind(each, numel, inventory.device, policy.reduce) for each in groups.values()}
+    access = WholeAccess() if owner is None else ShardedAccess()
     adds_up_here = policy.accumulate_at is AccumulateAt.RANK
-    summed = SummedGradients(comm, trained, exchange, access, unchanged, torn, adds_up_here)
+    summed = SummedGradients(comm, trained, exchanges, access, unchanged, torn, adds_up_here)
     own = OwnGradients(trained, SoloCommunicator(comm.options))
     for path in (summed, own):
         undo.callback(backward.forget, path)
-    engine = Engine(options, Parts(teams, mesh, policy, store, trained, unchanged, torn, summed, own))
+    engine = Engine(options, Parts(teams, mesh, groups, policy, store, trained, unchanged, torn, summed, own))
     trained.shards = {each: updater_for(each, buckets, owner, inventory.parameters) for each in optimizers}
     return engine
+
+
+def _cut_groups(comm: Communicator, groups: Groups, undo: ExitStack) -> dict[Ranks, Communicator]:
+    """The communicators of the groups that this rank is in. Collective."""
+    cut = groups.cut(comm)
+    for ranks, group in cut.items():
+        if ranks is not None:
+            undo.callback(group.close)
+    return cut
+
+
+def _store(
+    policy: ExchangePolicy,
+    mesh: Mesh,
+    groups: Mapping[Ranks, Communicator],
+    inventory: Inventory,
+    buckets: BucketList,
+    owner: int | None,
+) -> ParameterStore:
+    """Where the parameters live: one store, or one for each group of ranks that hold the same. Collective."""
+    if not inventory.groups:
+        return _STORES[policy.home](mesh, inventory, buckets.every, owner)
+    stores: dict[Communicator, ParameterStore] = {}
+    for ranks, comm in groups.items():
+        # Ranks of a group on several hosts have no memory in common unless it is made of whole hosts.
+        home = Home.PRIVATE if policy.home is Home.HOST and not comm.shares_memory else policy.home
+        its = replace(inventory, members=tuple(member for member in inventory.members if member.ranks == ranks))
+        held = [bucket for bucket in buckets.every if bucket.ranks == ranks]
+        place = None if owner is None else comm.rank
+        stores[comm] = _STORES[home](Mesh.cut(comm, comm.world), its, held, place)
+    return GroupedStore(mesh, inventory, buckets.every, owner, stores)

@@ -48,18 +48,19 @@ class Scalar(NamedTuple):
 
 
 def pieces(engine: Engine) -> Iterator[Piece]:
-    """What this rank owns: parameters, frozen ones too, optimizer state and, on rank 0, buffers. Not collective."""
-    rank, sliced = engine.comm.rank, engine.store.updates_slices
+    """What this rank owns: parameters, frozen ones too, optimizer state and, on the first rank that holds it, each
+    buffer. Not collective."""
+    sliced = engine.store.updates_slices
     for bucket in engine.buckets.every:
-        for member, segment in bucket.segments(rank):
+        for member, segment in bucket.segments(bucket.comm.rank):
             start = segment.offset if sliced else member.offset + segment.region.start
             owned = bucket.values.owned.detach()[start : start + segment.numel]
             yield Piece(member.name, "", Role.PARAMETER, segment.region, owned)
     for name, of, key, value in _state(engine):
         if of is not None:
             yield Piece(name, key, Role.STATE, of.region, value)
-    if rank == 0:
-        for name, buffer in engine.inventory.model.named_buffers():
+    for name, buffer in engine.inventory.model.named_buffers():
+        if engine.groups[engine.inventory.groups.ranks_of(name)].rank == 0:
             yield Piece(name, "", Role.BUFFER, Region.of(0, buffer.numel()), buffer.detach().reshape(-1))
 
 
@@ -72,11 +73,11 @@ def scalars(engine: Engine) -> Iterator[Scalar]:
 
 def _state(engine: Engine) -> Iterator[tuple[str, Segment | None, Any, Any]]:
     """The state of each parameter by key: elements of a segment, or, with None, everything else."""
-    rank = engine.comm.rank
-    mine = {m: segment for bucket in engine.buckets.every for m, segment in bucket.segments(rank)}
+    mine = {m: segment for bucket in engine.buckets.every for m, segment in bucket.segments(bucket.comm.rank)}
     for kept in (part for shard in engine.shards.values() for part in shard.kept()):
         member, segment = kept.member, mine.get(kept.member)
-        leads = segment.region.start == 0 if segment is not None else rank == 0 and not member.entry.numel
+        first = member.bucket.comm.rank == 0
+        leads = segment.region.start == 0 if segment is not None else first and not member.entry.numel
         for key, value in kept.state.items():
             if not is_per_element(value, kept.shape):
                 if leads:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from sherd import observe
 from sherd.comm import Communicator, labelled
 from sherd.config import StepOptions
 from sherd.engine.buckets.bucket_list import BucketList
+from sherd.engine.buckets.groups import Ranks
 from sherd.engine.buckets.inventory import Inventory
 from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.consistency.torn import Torn
@@ -67,6 +68,7 @@ class Parts:
 
     teams: Teams
     mesh: Mesh
+    groups: Mapping[Ranks, Communicator]
     policy: ExchangePolicy
     store: ParameterStore
     trained: Trained
@@ -97,6 +99,8 @@ class Engine:
         self.comm: Communicator = parts.teams.team
         """The ranks that train together."""
         self.mesh = parts.mesh
+        self.groups = parts.groups
+        """The groups of ranks that this one is in; None is everyone."""
         self.policy = parts.policy
         self.store = parts.store
         self.trained = parts.trained
@@ -124,16 +128,18 @@ class Engine:
         self.state = to
 
     def take_over(self) -> None:
-        """Move the parameters to where they are to live, with rank 0's values. Collective."""
+        """Move the parameters to where they are to live, with the values of their first rank. Collective."""
         if self.teams.count > 1:  # to the first rank of every team, which the others then take them from
             take_from_leader(self.teams.across, (*self.inventory.parameters, *self.inventory.buffers))
         self.store.take_over()
-        self.store.from_leader(self.inventory.buffers)
+        for ranks, comm in self.groups.items():
+            take_from_leader(comm, self.inventory.buffers_of(ranks))
         self.unchanged.accept()
         how = self._options.sync_buffers
-        self.buffers = self._buffers_of_all = BufferSync(self.comm, self.inventory, how)
+        self.buffers = [BufferSync(comm, self.inventory, how, ranks) for ranks, comm in self.groups.items()]
+        self._buffers_of_all = self.buffers
         if self.teams.count > 1:
-            self._buffers_of_all = BufferSync(self.teams.everyone, self.inventory, how)
+            self._buffers_of_all = [BufferSync(self.teams.everyone, self.inventory, how)]
         self.policy.join(self.teams, self.buckets)
         backward.install()
         backward.listen(self.path)
@@ -254,11 +260,13 @@ class Engine:
         if self.policy.shares_buffers(step):
             self.share_buffers_of_all()
         elif self.policy.exchanges(step):
-            self.buffers.sync(self.steps)
+            for buffers in self.buffers:
+                buffers.sync(self.steps)
 
     def share_buffers_of_all(self) -> None:
         """Make the buffers of all teams equal. Collective."""
-        self._buffers_of_all.sync(self.steps)
+        for buffers in self._buffers_of_all:
+            buffers.sync(self.steps)
 
     def _steps_first(self, gradient: Gradient) -> bool:
         """Whether no other optimizer has stepped from this gradient yet."""

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from sherd.comm import Communicator, labelled
 from sherd.engine.buckets.bucket import Bucket, Local
 from sherd.engine.buckets.exchange import Exchange
+from sherd.engine.buckets.order import merged
 from sherd.engine.buckets.ring import Reductions
 from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.consistency.agreement import agree, agree_on_edits, apply, report
@@ -39,7 +40,7 @@ class SummedGradients(GradientPath):
         self,
         comm: Communicator,
         trained: Trained,
-        exchange: Exchange,
+        exchanges: Mapping[Communicator, Exchange],
         access: GradAccess,
         unchanged: Unchanged,
         torn: Torn,
@@ -48,11 +49,11 @@ class SummedGradients(GradientPath):
         self.together = comm
         self.finite = True
         self.access = access
-        self.reductions = Reductions(comm, exchange, trained.inventory.device)
+        self.reductions = Reductions(trained.inventory.device)
         self.round = Round(comm.number, self.reductions)
         self._comm = comm
         self._trained = trained
-        self._exchange = exchange
+        self._exchanges = exchanges
         self._unchanged = unchanged
         self._torn = torn
         self._adds_up_here = adds_up_here
@@ -69,8 +70,11 @@ class SummedGradients(GradientPath):
         parts = self._trained.parts
         filling = [bucket for gradient, its in parts if not gradient.window.whole for bucket in its]
         self.access.hide(self._trained.buckets, filling)  # autograd must find nothing to add to
+        used = {gradient: _used(its) for gradient, its in parts}
         for gradient, its in parts:
-            if not gradient.window.open and not _used(its):
+            # What only other ranks hold and have used is dropped with the rest.
+            kept = used[gradient] or (gradient.elsewhere and any(used.values()))
+            if not gradient.window.open and not kept:
                 gradient.restart(its)  # the program dropped all of it: model.zero_grad()
         self.round.move(round.State.OPEN)
 
@@ -140,7 +144,8 @@ class SummedGradients(GradientPath):
             op = self._op
             with labelled(f"the end of a backward of step {self._trained.steps}"):
                 self.round.flush(self._trained.buckets, op)
-                if late := self._agree(self.round.late(self._trained.buckets.buckets)):
+                late = self._agree(self.round.late(self._trained.buckets.buckets))
+                if late is not None:
                     self.round.flush_late(late, op)
                     self._agree()
                 if not self._learned:
@@ -149,29 +154,38 @@ class SummedGradients(GradientPath):
             self.round.fail(error)
             raise
 
-    def _agree(self, late: Iterable[Bucket] = ()) -> list[Bucket]:
-        """Tell the other ranks how it went here, and take over how it went everywhere; gives what is late."""
+    def _agree(self, late: Iterable[Bucket] = ()) -> list[Bucket] | None:
+        """Tell the other ranks how it went here, and take over how it went everywhere; gives what is late of what this
+        rank holds, or None if nothing is late on any rank."""
         trained, step = self._trained, self._trained.steps
         # Where each has a copy of its own, a model that was distributed without its optimizer is edited by it in every
         # step, and nothing has to be compared.
         edited = bool(self._unchanged.edits) and (bool(trained.optimizers) or self._unchanged.compares)
         agreed = agree(self.together, report(trained.buckets, trained.gradients, edited, late), trained.buckets)
         if not agreed.same_settings:
-            compare_optimizers(self.together, trained.optimizers, trained.inventory.members, step)
+            compare_optimizers(self.together, trained.optimizers, trained.inventory, step)
         if agreed.edited:
             with labelled(f"what was done to parameters before step {step}"):
                 self._unchanged.compare(f"before step {step}")
         self._uniform, self.finite = agreed.uniform, agreed.finite
         apply(agreed, trained.buckets, trained.gradients, self.together.world)
-        return [bucket for bucket, is_late in zip(trained.buckets.buckets, agreed.late, strict=True) if is_late]
+        if not any(agreed.late):
+            return None
+        slots = trained.buckets.slots
+        return [bucket for bucket, is_late in zip(slots, agreed.late, strict=True) if bucket is not None and is_late]
 
     def _learn(self) -> None:
-        """Launch buckets from now on in the order in which rank 0 completed them."""
+        """Launch buckets from now on in the order in which rank 0 completed them; those that it does not hold, in that
+        of the first rank that does."""
         buckets, completed = self._trained.buckets, self.round.completed
-        places = {bucket: place for place, bucket in enumerate(buckets.buckets)}
+        places = {bucket: place for place, bucket in enumerate(buckets.slots)}
         order = [*completed, *(bucket for bucket in buckets.launch_order if bucket not in completed)]
+        mine = [places[bucket] for bucket in order]
         with self._comm.counters.agreeing():
-            learned = self._comm.broadcast_object([places[bucket] for bucket in order])
+            if buckets.grouped:
+                learned = merged(self._comm.all_gather_object(mine))
+            else:
+                learned = self._comm.broadcast_object(mine)
         self._trained.buckets = buckets.launched_in(learned)
         self._learned = True
 
@@ -195,13 +209,14 @@ class SummedGradients(GradientPath):
             self._flush()
             self.round.close()
         self._show()
-        if edited or self.access.assigned:  # those that were set before a backward were measured in it
+        mine = bool(edited or self.access.assigned)  # those that were set before a backward were measured in it
+        if mine or buckets.grouped:  # a rank does not know what is done to parameters that it does not hold
             for bucket in edited:
                 bucket.measure()
             with labelled(f"what was done to p.grad before step {step}", _ALIKE):
-                assigned = [member.name for member in self.access.assigned]
-                self.finite = agree_on_edits(self.together, buckets, self.access.seen, assigned, step)
-            self.access.seen, self.access.assigned = 0, []
+                found = agree_on_edits(self.together, buckets, self.access, mine, step)
+            self.finite = self.finite if found is None else found
+            self.access.seen, self.access.assigned = {}, []
         refuse_pointless(wanted)
         for gradient, its in self._trained.parts:
             gradient.divide(its)
@@ -232,7 +247,7 @@ class SummedGradients(GradientPath):
         gradient.weights.forget()
         if keep_zeros:
             self.access.collect(buckets)  # a gradient that the program set counts too
-        if keep_zeros and _used(its):
+        if keep_zeros and (gradient.elsewhere or _used(its)):
             self.settle((gradient,))
             for bucket in its:
                 if bucket.summed:
@@ -243,7 +258,7 @@ class SummedGradients(GradientPath):
             self.access.forget(its)
         gradient.restart(its)  # after settle(), which measures what was done to p.grad
         if not any(bucket.edited for bucket in buckets.buckets):
-            self.access.seen = 0
+            self.access.seen = {}
         if not any(each.backwards for each in self._trained.gradients):
             self.finite = True
 
@@ -259,14 +274,15 @@ class SummedGradients(GradientPath):
         """Train parameters that were frozen until now. Collective if there are such."""
         members = self._trained.thawed()
         if members and not self._comm.closed:  # this backward may be that of another model
-            compare_unfrozen(self.together, members, self._trained.steps)
-            self._trained.train(members)
+            self._trained.train(members, compare_unfrozen(self.together, members, self._trained))
             self.follow(members)
 
     def follow(self, members: Iterable[TrackedParameter]) -> None:
         members = list(members)
         theirs = {member.bucket for member in members}
-        self._exchange.take([each for each in self._trained.buckets.buckets if each in theirs and not each.kept])
+        new = [each for each in self._trained.buckets.buckets if each in theirs and not each.kept]
+        for comm, exchange in self._exchanges.items():
+            exchange.take([bucket for bucket in new if bucket.comm is comm])
         self.reductions.fit(self._trained.buckets.buckets)
         self.access.follow(members)
         self._hooks += [round.hook(member, self._comm.number, self) for member in members]
@@ -281,7 +297,8 @@ class SummedGradients(GradientPath):
 
     def bytes(self) -> dict[str, int]:
         more = sum(bucket.more_bytes for bucket in self._trained.buckets.buckets)
-        return {"gradients": self._exchange.nbytes + more, "buckets": self.reductions.ring.nbytes}
+        kept = sum(exchange.nbytes for exchange in self._exchanges.values())
+        return {"gradients": kept + more, "buckets": self.reductions.nbytes}
 
 
 def _used(buckets: Iterable[Bucket]) -> bool:

@@ -5,7 +5,8 @@
      "buckets": [{"entries": [0, 1], "slice_numel": 256}, {"entries": [2], "slice_numel": 512, "holders": [3]}, ...]}
 
 Choices (the buckets, the holders of whole layers) are recorded, and never made again when read. The size of a slice
-follows from the rest; it is recorded to detect a damaged description. Only buckets of whole layers have `holders`.
+follows from the rest; it is recorded to detect a damaged description. Only buckets of whole layers have `holders`, and
+only those that not all ranks have name their `ranks`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def describe(layout: Description) -> dict[str, Any]:
         buckets.append({"entries": list(packed.members), "slice_numel": slice_numel})
         if packed.holders is not None:
             buckets[-1]["holders"] = list(packed.holders)
+        if packed.ranks is not None:
+            buckets[-1]["ranks"] = list(packed.ranks)
     tree = layout.tree
     return {
         "version": VERSION,
@@ -86,7 +89,7 @@ def read(data: Mapping[str, Any]) -> Description:
 
 def _entry(index: int, item: Any) -> Entry:
     where = f"entry {index}"
-    _fields(where, item, ("name", "shape", "dtype", "placement"), optional="order")
+    _fields(where, item, ("name", "shape", "dtype", "placement"), optional=("order",))
     for key in ("name", "dtype"):
         if not isinstance(item[key], str):
             raise ConfigError(f"{where}: {key} must be a string, found {_short(item[key])}")
@@ -97,7 +100,7 @@ def _entry(index: int, item: Any) -> Entry:
 
 def _bucket(index: int, item: Any, entries: Sequence[Entry], world: int) -> Packed:
     where = f"bucket {index}"
-    _fields(where, item, ("entries", "slice_numel"), optional="holders")
+    _fields(where, item, ("entries", "slice_numel"), optional=("holders", "ranks"))
     members = _indices(f"{where}: entries", item["entries"], len(entries))
     kinds = {(entries[m].dtype, entries[m].placement.value) for m in members}
     if len(kinds) != 1:
@@ -106,17 +109,22 @@ def _bucket(index: int, item: Any, entries: Sequence[Entry], world: int) -> Pack
     if whole != ("holders" in item):
         raise ConfigError(f"{where}: 'holders' belongs to buckets of whole layers, and to each of them")
     if not whole:
-        return Packed(members, None)
+        ranks = _indices(f"{where}: ranks", item["ranks"], world) if "ranks" in item else None
+        if ranks is not None and (not ranks or list(ranks) != sorted(set(ranks))):
+            raise ConfigError(f"{where}: ranks must ascend without repeats, found {_short(item['ranks'])}")
+        return Packed(members, None, ranks)
+    if "ranks" in item:
+        raise ConfigError(f"{where}: 'ranks' does not belong to buckets of whole layers")
     holders = _indices(f"{where}: holders", item["holders"], world)
     if len(holders) != len(members):
         raise ConfigError(f"{where}: found {len(holders)} holders, expected one for each of {len(members)} entries")
     return Packed(members, holders)
 
 
-def _fields(where: str, item: Any, required: Sequence[str], optional: str | None = None) -> None:
+def _fields(where: str, item: Any, required: Sequence[str], optional: Sequence[str] = ()) -> None:
     if not isinstance(item, Mapping):
         raise ConfigError(f"{where} must be a dict with {', '.join(required)}; found {_short(item)}")
-    allowed = [*required, optional] if optional else required
+    allowed = [*required, *optional]
     for key in item:
         if key not in allowed:
             raise ConfigError(f"{where} has an unknown field {key!r}; {nearest(key, allowed)}")

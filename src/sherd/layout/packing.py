@@ -28,10 +28,12 @@ matrix of that size, which would otherwise need their own buckets: 52 of them in
 
 @dataclass(frozen=True)
 class Packed:
-    """The contents of one bucket: indices of its entries, and their holders if they are whole layers."""
+    """The contents of one bucket: indices of its entries, their holders if they are whole layers, and the ranks that
+    have them if not all do."""
 
     members: tuple[int, ...]
     holders: tuple[int, ...] | None
+    ranks: tuple[int, ...] | None = None
 
 
 @dataclass

@@ -9,6 +9,7 @@ The nouns, used in this sense everywhere:
                 a norm can be a sum over the same blocks, added in block order, whatever the number of owners. (Rows and
                 columns divide elsewhere: their blocks start over in each owner's region and depend on the world.)
     bucket      entries of one dtype and one placement that are communicated together
+    ranks       the owners of a bucket that not all ranks have; its slices are over these only
     slice       what one owner holds of a bucket; the slices of a bucket are equal in size
     region      which elements of an entry an owner holds
     segment     the part of one entry inside one slice: a region and its offset
@@ -25,10 +26,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from sherd.errors import ConfigError, nearest
 from sherd.layout.description import Description, describe, read
@@ -69,12 +70,14 @@ class ShardLayout:
         group: int | None = None,
         order: Sequence[int] | None = None,
         keys: Sequence[object] | None = None,
+        ranks: Sequence[tuple[int, ...] | None] | None = None,
     ) -> ShardLayout:
         """Pack `entries` into buckets of at most `bucket_numel` elements; sum in groups of `group`.
 
         They are packed in their own order, or in `order`, which lists their indices: gradients do not arrive in the
-        order of the parameters. Entries with different `keys` do not share a bucket. Without `group` all owners are one
-        group: plain rank order.
+        order of the parameters. Entries with different `keys` do not share a bucket. Nor do those with different
+        `ranks`, which are the owners of an entry; all are if it has None. Without `group` all owners are one group:
+        plain rank order.
         """
         entries = tuple(entries)
         order = range(len(entries)) if order is None else order
@@ -85,11 +88,14 @@ class ShardLayout:
             raise ConfigError(f"bucket_numel={bucket_numel} holds nothing; write a positive number of elements")
         holders = Holders(world)
         packed = []
-        kinds = [None if keys is None else keys[index] for index in order]
+        having = ranks or [None] * len(entries)
+        kinds = [(having[index], None if keys is None else keys[index]) for index in order]
         for positions in pack([entries[index] for index in order], kinds, world, bucket_numel):
             members = tuple(order[position] for position in positions)
-            whole = entries[members[0]].placement is Placement.LAYER
-            packed.append(Packed(members, holders.choose([entries[m] for m in members]) if whole else None))
+            whole, its = entries[members[0]].placement is Placement.LAYER, having[members[0]]
+            if whole and its is not None:
+                raise ConfigError(f"parameter {entries[members[0]].name!r} is a whole layer; it cannot have ranks")
+            packed.append(Packed(members, holders.choose([entries[m] for m in members]) if whole else None, its))
         return cls._cut(entries, tree, packed)
 
     @classmethod
@@ -101,17 +107,19 @@ class ShardLayout:
 
     def sorted_by(self, keys: Sequence[int]) -> ShardLayout:
         """The same buckets with their members sorted by `keys`, one per entry; equal ones stay in their order."""
-        packed = [Packed(tuple(sorted(each.members, key=keys.__getitem__)), each.holders) for each in self._packed]
+        packed = [replace(each, members=tuple(sorted(each.members, key=keys.__getitem__))) for each in self._packed]
         if any(each.holders for each in packed):
             raise ConfigError("members of a bucket of whole layers cannot be sorted: they have their own owners")
         return self._cut(self.entries, self.tree, packed)
 
-    def grown(self, entries: Iterable[Entry]) -> ShardLayout:
-        """The same layout with more entries at the end, each in its own bucket."""
+    def grown(self, entries: Iterable[Entry], ranks: Sequence[tuple[int, ...] | None] | None = None) -> ShardLayout:
+        """The same layout with more entries at the end, each in its own bucket, on these `ranks` or on all."""
         entries = tuple(entries)
+        having = ranks or [None] * len(entries)
         if any(entry.placement is Placement.LAYER for entry in entries):
             raise ConfigError("a layout can only grow by entries that are divided, not by whole layers")
-        packed = [*self._packed, *(Packed((len(self.entries) + place,), None) for place in range(len(entries)))]
+        more = (Packed((len(self.entries) + place,), None, its) for place, its in enumerate(having))
+        packed = [*self._packed, *more]
         return self._cut(self.entries + entries, self.tree, packed)
 
     @property
@@ -129,10 +137,10 @@ class ShardLayout:
         """Elements of all buckets, padding included: the P of the formulas for bytes and memory."""
         return sum(bucket.numel for bucket in self.buckets)
 
-    def owner_bytes(self) -> dict[str, int]:
-        """Bytes of one owner's slices, by dtype, padding included; the same for every owner."""
+    def owner_bytes(self, owner: int = 0) -> dict[str, int]:
+        """Bytes of one owner's slices, by dtype, padding included; the same for every owner that has all entries."""
         total: dict[str, int] = {}
-        for bucket in self.buckets:
+        for bucket in (bucket for bucket in self.buckets if bucket.owner_of(owner) is not None):
             total[bucket.dtype] = total.get(bucket.dtype, 0) + bucket.slice_numel * ITEMSIZE[bucket.dtype]
         return total
 
@@ -162,17 +170,18 @@ class ShardLayout:
         """What `owner` holds, in bucket and slice order; only of `bucket`, if given."""
         _within("owner", owner, self.world)
         chosen = self.buckets if bucket is None else (self.buckets[_within("bucket", bucket, len(self.buckets))],)
-        return tuple(segment for each in chosen for segment in each.segments(owner))
+        mine = ((each, place) for each in chosen if (place := each.owner_of(owner)) is not None)
+        return tuple(_by_rank(each, segment) for each, place in mine for segment in each.segments(place))
 
     def segments_of(self, entry: int) -> tuple[Segment, ...]:
         """The segments of one entry, in owner order."""
         bucket, position = self._home(entry)
-        return tuple(bucket.segments_of(position))
+        return tuple(_by_rank(bucket, segment) for segment in bucket.segments_of(position))
 
     def locate(self, entry: int, element: int) -> Place:
         """Where an element of the flattened entry is stored."""
         bucket, position = self._home(entry)
-        return bucket.place(position, _within("element", element, self.entries[entry].numel))
+        return _by_rank(bucket, bucket.place(position, _within("element", element, self.entries[entry].numel)))
 
     def places(self, entry: int, start: int, stop: int) -> Iterator[Place]:
         """Where the elements `[start, stop)` of the flattened entry are stored: runs, in element order."""
@@ -181,7 +190,7 @@ class ShardLayout:
         if not 0 <= start <= stop <= numel:
             raise ConfigError(f"there are no elements {start} to {stop}: {self.entries[entry].name!r} has {numel}")
         while start < stop:
-            index, owner, offset, length = bucket.place(position, start)
+            index, owner, offset, length = _by_rank(bucket, bucket.place(position, start))
             length = min(length, stop - start)
             yield Place(index, owner, offset, length)
             start += length
@@ -222,7 +231,7 @@ class ShardLayout:
 
     @property
     def _packed(self) -> list[Packed]:
-        return [Packed(bucket.members, getattr(bucket, "holders", None)) for bucket in self.buckets]
+        return [Packed(bucket.members, getattr(bucket, "holders", None), bucket.ranks) for bucket in self.buckets]
 
     @cached_property
     def _names(self) -> dict[str, int]:
@@ -246,7 +255,16 @@ def _cut_bucket(index: int, entries: Sequence[Entry], world: int, packed: Packed
     if packed.holders is not None:
         return LayerBucket(index, packed.members, members, world, packed.holders)
     kind = FlatBucket if members[0].placement is Placement.FLAT else SplitBucket
-    return kind(index, packed.members, members, world)
+    owners = world if packed.ranks is None else len(packed.ranks)
+    return kind(index, packed.members, members, owners, ranks=packed.ranks)
+
+
+_Owned = TypeVar("_Owned", Segment, Place)
+
+
+def _by_rank(bucket: Bucket, owned: _Owned) -> _Owned:
+    """The same with the number of the rank that owns it."""
+    return owned if bucket.ranks is None else owned._replace(owner=bucket.ranks[owned.owner])
 
 
 def _within(what: str, number: int, count: int) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -34,6 +34,7 @@ class Segment(NamedTuple):
     """index of the parameter among the layout's entries"""
     bucket: int
     owner: int
+    """among the ranks of its bucket; in what a layout returns, the rank itself"""
     offset: int
     """where it begins in the slice: a block boundary; its elements are contiguous there"""
     region: Region
@@ -63,12 +64,26 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket(ABC):
-    """Parameters that are communicated together: `members` are indices among the layout's entries."""
+    """Parameters that are communicated together: `members` are indices among the layout's entries.
+
+    It is cut for `world` owners, which are `ranks`, or all ranks in order.
+    """
 
     index: int
     members: tuple[int, ...]
     entries: tuple[Entry, ...]
     world: int
+    ranks: tuple[int, ...] | None = field(default=None, kw_only=True)
+
+    def rank_of(self, owner: int) -> int:
+        """The rank that is this owner."""
+        return owner if self.ranks is None else self.ranks[owner]
+
+    def owner_of(self, rank: int) -> int | None:
+        """Which owner this rank is; None if it has nothing of the bucket."""
+        if self.ranks is None:
+            return rank
+        return self.ranks.index(rank) if rank in self.ranks else None
 
     @property
     def dtype(self) -> str:

@@ -117,7 +117,11 @@ def evaluation_view(model: nn.Module) -> Iterator[None]:
     with ExitStack() as view:
         for engine in engines_of(model):
             engine.torn.refuse(WHAT)
-            view.enter_context(consensus(engine) if engine.teams.count > 1 else engine.buffers.agreed())
+            if engine.teams.count > 1:
+                view.enter_context(consensus(engine))
+            else:
+                for buffers in engine.buffers:
+                    view.enter_context(buffers.agreed())
         yield
 
 

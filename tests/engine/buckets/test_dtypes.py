@@ -60,7 +60,7 @@ def reduced(cases):
             policy = ExchangePolicy() if kind is ReplicaExchange else Sharded(2, Home.PRIVATE, c.world)
             exchange = kind(c, NUMEL, torch.device("cpu"), policy.reduce)
             exchange.take(buckets.buckets)
-            reductions = Reductions(c, exchange, torch.device("cpu"))
+            reductions = Reductions(torch.device("cpu"))
             reductions.fit(buckets.buckets)
             for number, bucket in itertools.product(range(ROUNDS), buckets.buckets):
                 bucket.open(factor)

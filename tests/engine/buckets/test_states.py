@@ -36,7 +36,7 @@ def packed(frozen=(), kind=SliceExchange, bucket_numel=1024):
         bucket.comm = comm
     exchange = kind(comm, bucket_numel, device, ExchangePolicy().reduce)
     exchange.take(buckets.buckets)
-    reductions = Reductions(comm, exchange, device)
+    reductions = Reductions(device)
     reductions.fit(buckets.buckets)
     return buckets, reductions
 

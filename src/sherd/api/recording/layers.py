@@ -119,7 +119,7 @@ class LayerMeter:
         """The segments of the parameters that this rank owns."""
         engine = self._engine
         for bucket in self._buckets:
-            for member, segment in bucket.segments(engine.comm.rank):
+            for member, segment in bucket.segments(bucket.comm.rank):
                 # Even if it updates all of them, it measures only its slices.
                 flat, start = (
                     (bucket.values.owned, segment.offset)

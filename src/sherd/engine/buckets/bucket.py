@@ -71,6 +71,9 @@ class Bucket:
 
     comm: Communicator
     """The ranks that hold these parameters."""
+    divisor: int | None = None
+    """What a mean is to be divided by, if that is not the number of these ranks: the number of those that train
+    together."""
     values: Values
     owned_sum: Tensor
     """What an update reads of the sum: as long as `values.owned`, or up to the last element of the last member."""
@@ -103,14 +106,20 @@ class Bucket:
         self.kept = False
         """Whether there is memory for its sum."""
         self._begun = False  # whether memory was chosen for the current gradient
+        self._divides = False
         self._factor = 1.0
         self._pieces: list[PieceFiller] = []
 
     def __repr__(self) -> str:
         return f"the bucket of {self.members[0].name!r}, {len(self.members)} parameters"
 
+    @property
+    def ranks(self) -> tuple[int, ...] | None:
+        """The ranks that hold these parameters, if not all do."""
+        return self.described.ranks
+
     def segments(self, owner: int | None) -> Iterator[tuple[TrackedParameter, Segment]]:
-        """The part of the bucket that `owner` has, member by member; None has all of it."""
+        """The part of the bucket that `owner`, a rank of `comm`, has, member by member; None has all of it."""
         described = self.described if owner is not None else replace(self.described, world=1)
         return ((self._by_entry[segment.entry], segment) for segment in described.segments(owner or 0))
 
@@ -264,6 +273,9 @@ class Bucket:
     def launch(self, op: str, reductions: Reductions) -> None:
         """Start reducing the contributions; a missing one counts as zero."""
         self.begin()
+        self._divides = op == "mean" and self.divisor is not None
+        if self._divides:
+            op = "sum"
         if self._whole_is_local:
             self._launch_in_place(op, reductions)
         else:
@@ -292,13 +304,18 @@ class Bucket:
                 PieceFiller(piece, self._by_entry, self.exchange.rank, self.dtype, self.wire) for piece in cut
             ]
         for piece in self._pieces:
-            source, own = piece.fill(reductions.slot())
+            source, own = piece.fill(reductions.slot(self.exchange))
             target = self.sum[piece.start : piece.stop]
             reductions.start(self, source, own, target, op, first, last=piece is self._pieces[-1])
         for member in self.members:
             member.contribution = None
         if not self._pieces:  # no member has any elements
             self.move(Sum.DONE)
+
+    def divide(self, total: Tensor) -> None:
+        """Make a sum that was just reduced a mean, if the communicator has not."""
+        if self._divides:
+            total.div_(self.divisor)  # type: ignore[arg-type]
 
     def finish(self) -> None:
         """The reduction is done."""

@@ -6,16 +6,24 @@ appended. A list is immutable: a change makes a new list of the same bucket obje
 
 A bucket belongs to one optimizer. With several of them, a parameter that is in no group has a bucket of its own too:
 any of them may be given it later.
+
+A bucket belongs to one group of ranks too. A list has the buckets that this rank holds. Its layout has those of all
+ranks: what ranks tell each other about buckets and parameters is in the order of the layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from sherd.engine.buckets.bucket import Bucket
+from sherd.engine.buckets.catalogue import Listed, listed
+from sherd.engine.buckets.groups import Ranks
 from sherd.engine.buckets.norms import NormTable
 from sherd.engine.buckets.tracked import Mode, TrackedParameter
 from sherd.layout.shard_layout import ShardLayout
@@ -23,19 +31,23 @@ from sherd.layout.shard_layout import ShardLayout
 
 @dataclass(frozen=True)
 class BucketList:
-    """The buckets that are trained, in the order of their memory."""
+    """The buckets that are trained and that this rank holds, in the order of their memory."""
 
     buckets: tuple[Bucket, ...]
     parameters: tuple[TrackedParameter, ...]
     """in the order of the layout's entries"""
     launch_order: tuple[Bucket, ...]
-    """the same on all ranks"""
+    """the same on all ranks, as far as they hold the same"""
     layout: ShardLayout
-    """of these parameters"""
+    """of all parameters that are trained on any rank"""
     frozen: tuple[Bucket, ...]
     """one parameter each"""
     table: NormTable
     """the norms of the sums"""
+    catalogue: tuple[Listed, ...]
+    """the parameters of the layout"""
+    asleep: tuple[Listed, ...]
+    """the frozen parameters of all ranks"""
 
     @classmethod
     def pack(
@@ -45,53 +57,103 @@ class BucketList:
         group: int,
         bucket_numel: int,
         optimizers: Sequence[Optimizer] = (),
+        catalogue: Sequence[Listed] | None = None,
     ) -> BucketList:
         """Buckets of `bucket_numel` elements for `world` ranks, which sum in groups of `group`.
 
         Inside a bucket, members are ordered by the optimizer's groups, and those in none come last: it steps adjacent
-        ones together.
+        ones together. `catalogue` has the parameters of all ranks, where they do not all hold the same.
         """
-        trained = [member for member in members if member.parameter.requires_grad]
-        frozen = [member for member in members if not member.parameter.requires_grad]
-        last_first = range(len(trained) - 1, -1, -1)  # the order in which gradients arrive
-        groups = [(optimizer, each) for optimizer in optimizers for each in optimizer.param_groups]
-        among = {id(p): index for index, (_, each) in enumerate(groups) for p in each["params"]}
-        places = [among.get(id(member.parameter), len(groups)) for member in trained]
+        every = listed(members, optimizers) if catalogue is None else catalogue
+        trained = tuple(each for each in every if each.trained)
+        frozen = tuple(each for each in every if not each.trained)
         keys: list[object] = [None] * len(trained)
         if len(optimizers) > 1:
-            keys = [groups[at][0] if at < len(groups) else m.name for m, at in zip(trained, places, strict=True)]
-        entries = (member.entry for member in trained)
+            keys = [each.entry.name if each.optimizer is None else each.optimizer for each in trained]
         layout = ShardLayout.build(
-            entries, world, bucket_numel=bucket_numel, group=group, order=last_first, keys=keys
-        ).sorted_by(places)
-        every = layout.grown(member.entry for member in frozen)
-        ordered = [*trained, *frozen]
-        made = [Bucket(each, [ordered[entry] for entry in each.members]) for each in every.buckets]
-        assign(made, optimizers)
-        for member in trained:
+            (each.entry for each in trained),
+            world,
+            bucket_numel=bucket_numel,
+            group=group,
+            order=range(len(trained) - 1, -1, -1),  # in which gradients arrive
+            keys=keys,
+            ranks=[each.ranks for each in trained],
+        ).sorted_by([each.place for each in trained])
+        whole = layout.grown((each.entry for each in frozen), [each.ranks for each in frozen])
+        found = [*trained, *frozen]
+        held: list[Bucket] = []
+        for described in whole.buckets:
+            its = [member for entry in described.members if (member := found[entry].member) is not None]
+            if its:
+                held.append(Bucket(described, its))
+        assign(held, optimizers)
+        parameters = tuple(each.member for each in trained if each.member is not None)
+        for member in parameters:
             member.mode = Mode.TRAINED
-        buckets, frozen_buckets = tuple(made[: len(layout.buckets)]), tuple(made[len(layout.buckets) :])
-        return cls(buckets, tuple(trained), buckets, layout, frozen_buckets, NormTable(buckets, trained, world))
+        buckets = tuple(bucket for bucket in held if bucket.described.index < len(layout.buckets))
+        table = NormTable(buckets, layout)
+        return cls(buckets, parameters, buckets, layout, tuple(held[len(buckets) :]), table, trained, frozen)
 
-    def unfrozen(self, members: Iterable[TrackedParameter]) -> BucketList:
-        """The list in which these parameters are trained too."""
-        members = tuple(members)
+    def unfrozen(self, members: Iterable[TrackedParameter], elsewhere: Iterable[str] = ()) -> BucketList:
+        """The list in which these parameters are trained too; `elsewhere` names those that this rank does not hold."""
+        names = {*elsewhere, *(member.name for member in members)}
+        awake = [each for each in self.asleep if each.entry.name in names]
+        members = tuple(each.member for each in awake if each.member is not None)
         joining = tuple(member.bucket for member in members)
         for member in members:
             member.mode = Mode.TRAINED
-        buckets, parameters = self.buckets + joining, self.parameters + members
+        layout = self.layout.grown((each.entry for each in awake), [each.ranks for each in awake])
+        buckets = self.buckets + joining
         return BucketList(
             buckets,
-            parameters,
+            self.parameters + members,
             self.launch_order + joining,
-            self.layout.grown(member.entry for member in members),
+            layout,
             tuple(bucket for bucket in self.frozen if bucket not in joining),
-            NormTable(buckets, parameters, self.layout.world),
+            NormTable(buckets, layout),
+            (*self.catalogue, *awake),
+            tuple(each for each in self.asleep if each not in awake),
         )
 
     def launched_in(self, order: Iterable[int]) -> BucketList:
-        """The list with another launch order, given as indices into `buckets`."""
-        return replace(self, launch_order=tuple(self.buckets[place] for place in order))
+        """The list with another launch order, given as indices into the layout's buckets."""
+        chosen = (self.slots[place] for place in order)
+        return replace(self, launch_order=tuple(bucket for bucket in chosen if bucket is not None))
+
+    @cached_property
+    def grouped(self) -> bool:
+        """Whether there are parameters that not all ranks hold."""
+        return any(each.ranks is not None for each in (*self.catalogue, *self.asleep))
+
+    @cached_property
+    def groups(self) -> tuple[Ranks, ...]:
+        """The groups of ranks that hold parameters, on all ranks; None is everyone."""
+        found = {each.ranks for each in (*self.catalogue, *self.asleep) if each.ranks is not None}
+        return (None, *sorted(found))
+
+    @cached_property
+    def holders(self) -> Tensor:
+        """How many ranks hold each parameter of the layout."""
+        return torch.tensor([len(each.ranks or range(self.layout.world)) for each in self.catalogue])
+
+    @cached_property
+    def partly_held(self) -> frozenset[int]:
+        """The ids of the parameters of this rank that not all ranks hold."""
+        every = (*self.catalogue, *self.asleep) if self.grouped else ()
+        return frozenset(id(each.member.parameter) for each in every if each.member is not None and each.ranks)
+
+    @cached_property
+    def slots(self) -> tuple[Bucket | None, ...]:
+        """The buckets of the layout; None where this rank does not hold one."""
+        if not self.grouped:
+            return self.buckets
+        first = [self.catalogue[bucket.members[0]].member for bucket in self.layout.buckets]
+        return tuple(None if member is None else member.bucket for member in first)
+
+    @cached_property
+    def entries(self) -> tuple[TrackedParameter | None, ...]:
+        """The parameters of the layout; None where this rank does not hold one."""
+        return tuple(each.member for each in self.catalogue) if self.grouped else self.parameters
 
     def of(self, optimizer: Optimizer | None) -> tuple[Bucket, ...]:
         """The buckets of one optimizer."""

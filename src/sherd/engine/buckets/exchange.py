@@ -89,13 +89,13 @@ class Rooms:
 
 
 class Exchange(ABC):
-    """How the sums of all buckets are kept and reduced."""
+    """How the sums of the buckets of one communicator are kept and reduced."""
 
     sum_in_slot = False
     """Whether a slot is reduced in place, and then added to the sum."""
 
     def __init__(self, comm: Communicator, bucket_numel: int, device: torch.device, reduce: Reduce) -> None:
-        self._comm = comm
+        self.comm = comm
         self.reduce = reduce
         self.rank = comm.rank
         self._slot_numel = comm.world * slice_size(bucket_numel, comm.world)  # a full bucket is one piece
@@ -167,7 +167,7 @@ class WholeExchange(Exchange):
 
     def room(self, bucket: Bucket, memory: Tensor) -> Room:
         whole = with_own_storage(memory)
-        slice = whole.view(self._comm.world, -1)[self.rank]
+        slice = whole.view(self.comm.world, -1)[self.rank]
         views = [member.shaped_in(whole) for member in bucket.members]
         return Room(whole, self._sum(whole, slice), slice, views)
 
@@ -177,7 +177,7 @@ class WholeExchange(Exchange):
 
     def _allocate(self, sizes: dict[str, int]) -> dict[str, Tensor]:
         # In shared memory if possible, so that peers can read it in place.
-        comm = self._comm
+        comm = self.comm
         if not (comm.shares_memory and self._device.type == "cpu"):
             return super()._allocate(sizes)
         return {d: comm.shared_buffers(size, dtype=dtype_of(d))[comm.host.rank] for d, size in sizes.items()}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from sherd.comm import Communicator
+from sherd.engine.buckets.groups import Groups, Item, Ranks, words
 from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.errors import ConfigError, Diverged
 from sherd.layout.entry import ITEMSIZE, dtype_name, memory_order
@@ -21,9 +22,11 @@ class Inventory:
     model: nn.Module
     members: tuple[TrackedParameter, ...]
     buffers: tuple[Tensor, ...]
+    groups: Groups = field(default_factory=Groups)
+    """which ranks hold what"""
 
     @classmethod
-    def of(cls, model: nn.Module, dry: bool = False) -> Inventory:
+    def of(cls, model: nn.Module, dry: bool = False, groups: Groups | None = None) -> Inventory:
         """The inventory of `model`. Refuses what cannot be distributed, and meta tensors unless the run is `dry`."""
         found = list(model.named_parameters())
         for name, parameter in found:
@@ -34,8 +37,15 @@ class Inventory:
                     f"put the whole model on one device before sherd.distribute"
                 )
         _check_modules(model)
-        members = tuple(TrackedParameter(name, parameter) for name, parameter in found)
-        return cls(model, members, tuple(buffer for buffer in model.buffers() if buffer is not None))
+        groups = groups or Groups()
+        members = tuple(TrackedParameter(name, parameter, groups.ranks_of(name)) for name, parameter in found)
+        return cls(model, members, tuple(buffer for buffer in model.buffers() if buffer is not None), groups)
+
+    def buffers_of(self, ranks: Ranks) -> list[Tensor]:
+        """The buffers that these ranks hold; None: all ranks."""
+        if not self.groups:
+            return [*self.buffers]
+        return [buffer for name, buffer in self.model.named_buffers() if self.groups.ranks_of(name) == ranks]
 
     @property
     def device(self) -> torch.device:
@@ -58,10 +68,13 @@ class Inventory:
 
     def compare(self, comm: Communicator) -> None:
         """Refuse models that differ between ranks, before anything is shared. Collective."""
-        mine: list[tuple[object, ...]] = []
+        mine: list[Item] = []
         for name, p in self.model.named_parameters():
             mine.append((name, tuple(p.shape), dtype_name(p), p.requires_grad, memory_order(p)))
         mine += [(name, tuple(b.shape), dtype_name(b), None, None) for name, b in self.model.named_buffers()]
+        if self.groups:
+            self.groups.compare(comm, mine)
+            return
         by_rank, rank = comm.compare_object(mine)
         if rank:
             pair = comm.numbers[0], comm.numbers[rank]
@@ -92,18 +105,15 @@ def _check_modules(model: nn.Module) -> None:
             )
 
 
-def _difference(first: list[tuple[object, ...]], theirs: list[tuple[object, ...]], pair: tuple[int, int]) -> str:
+def _difference(first: list[Item], theirs: list[Item], pair: tuple[int, int]) -> str:
     one, two = pair
     for here, there in zip(first, theirs, strict=False):
         if here != there:
-            detail = f"rank {one} has {_words(here)} where rank {two} has {_words(there)}"
+            detail = f"rank {one} has {words(here)} where rank {two} has {words(there)}"
             break
     else:
         detail = f"rank {one} has {len(first)} parameters and buffers, rank {two} has {len(theirs)}"
-    return f"the ranks' models differ: {detail}; build the same model on every rank before sherd.distribute"
-
-
-def _words(item: tuple[object, ...]) -> str:
-    name, shape, dtype, trainable, order = item
-    memory = "" if order is None else f" with dimensions {order} in memory"
-    return f"{name!r} {dtype}{list(shape)}{' frozen' if trainable is False else ''}{memory}"  # type: ignore[call-overload]
+    return (
+        f"the ranks' models differ: {detail}; build the same model on every rank before sherd.distribute, or say which "
+        f'ranks hold what: groups={{"experts.0.*": [0, 1]}}'
+    )

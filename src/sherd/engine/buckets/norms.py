@@ -16,24 +16,26 @@ from torch import Tensor
 
 from sherd.comm import Communicator
 from sherd.engine.buckets.bucket import Bucket
-from sherd.engine.buckets.tracked import TrackedParameter
-from sherd.layout.placement import BLOCK, padded
+from sherd.layout.placement import BLOCK
+from sherd.layout.shard_layout import ShardLayout
 
 
 class NormTable:
     """The block norms of this rank's part of `buckets`, and the norm over all ranks.
 
-    The buckets fill in the block norms. `parameters` lists their members in the order in which blocks are added.
+    The buckets fill in the block norms. `layout` has the buckets of all ranks, and the order in which blocks are added.
+    The tables of ranks that hold less are padded with zeros.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], parameters: Sequence[TrackedParameter], world: int) -> None:
+    def __init__(self, buckets: Sequence[Bucket], layout: ShardLayout) -> None:
         blocks = [bucket.described.slice_numel // BLOCK for bucket in buckets]
-        self.norms = torch.zeros(sum(blocks), dtype=torch.float64)
-        for bucket, part in zip(buckets, torch.split(self.norms, blocks), strict=True):
+        self._layout = layout
+        self._starts, self._length = _starts(layout)
+        self.norms = torch.zeros(self._length, dtype=torch.float64)
+        for bucket, part in zip(buckets, torch.split(self.norms[: sum(blocks)], blocks), strict=True):
             if hasattr(bucket, "norms"):  # it was in an earlier table
                 part.copy_(bucket.norms)
             bucket.norms = part
-        self._buckets, self._parameters, self._world = buckets, parameters, world
 
     def total(self, comm: Communicator) -> float:
         """The 2-norm of the whole gradient, the same bits on every rank. Collective."""
@@ -45,23 +47,30 @@ class NormTable:
 
     @cached_property
     def _order(self) -> Tensor:
-        """The index of each block of each parameter in the owners' concatenated tables."""
-        starts, total = {}, 0
-        for bucket in self._buckets:
-            starts[bucket] = total
-            total += bucket.described.slice_numel // BLOCK
-        firsts, blocks = {}, 0
-        for member in self._parameters:
-            firsts[member] = blocks
-            blocks += padded(member.entry.numel) // BLOCK
-        order = torch.empty(blocks, dtype=torch.int64)
-        for owner in range(self._world):
-            for bucket in self._buckets:
-                for member, segment in bucket.segments(owner):
-                    first = firsts[member] + segment.first_block
-                    place = owner * total + starts[bucket] + segment.offset // BLOCK
-                    order[first : first + segment.blocks] = torch.arange(place, place + segment.blocks)
+        """The index of each block of each parameter in the ranks' concatenated tables."""
+        order = torch.empty(self._layout.total_blocks, dtype=torch.int64)
+        for rank in range(self._layout.world):
+            starts = self._starts[rank if len(self._starts) > 1 else 0]
+            for segment in self._layout.segments(rank):
+                first = self._layout.first_block(segment.entry) + segment.first_block
+                place = rank * self._length + starts[segment.bucket] + segment.offset // BLOCK
+                order[first : first + segment.blocks] = torch.arange(place, place + segment.blocks)
         return order
+
+
+def _starts(layout: ShardLayout) -> tuple[list[dict[int, int]], int]:
+    """By rank, where each bucket begins in its table, and the length of the longest; one for all if they are alike."""
+    alike = all(bucket.ranks is None for bucket in layout.buckets)
+    found, length = [], 0
+    for rank in range(1 if alike else layout.world):
+        starts, total = {}, 0
+        for bucket in layout.buckets:
+            if bucket.owner_of(rank) is not None:
+                starts[bucket.index] = total
+                total += bucket.slice_numel // BLOCK
+        found.append(starts)
+        length = max(length, total)
+    return found, length
 
 
 def squares(bucket: Bucket, left: float) -> Tensor:

@@ -179,45 +179,52 @@ class Reduction(NamedTuple):
 
 
 class Reductions:
-    """The reductions of one model that are in flight, oldest first."""
+    """The reductions of one model that are in flight, oldest first. Each exchange has a ring of its own."""
 
-    def __init__(self, comm: Communicator, exchange: Exchange, device: torch.device) -> None:
-        self._comm = comm
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._exchange = exchange
-        self.ring = Ring(comm, 0, 0, device)
+        self._rings: dict[Exchange, Ring] = {}
         self._under_way: deque[Reduction] = deque()
 
     def fit(self, buckets: Iterable[Bucket]) -> None:
-        """Make enough slots, large enough for these buckets. Nothing may be in flight."""
-        nbytes, pieces = 0, 0
+        """Make enough slots, large enough for these buckets, which are kept. Nothing may be in flight."""
+        sizes: dict[Exchange, tuple[int, int]] = {}
         for bucket in buckets:
-            nbytes = max(nbytes, self._exchange.slot_bytes(bucket))
-            pieces += self._exchange.count(bucket.described)
-        count = min(pieces, SLOTS)  # slots are free again when a round ends: it uses no more of them than it has pieces
-        if nbytes > self.ring.slot_bytes or count > self.ring.count:
-            self.ring = Ring(self._comm, count, nbytes, self._device)
+            nbytes, pieces = sizes.get(bucket.exchange, (0, 0))
+            nbytes = max(nbytes, bucket.exchange.slot_bytes(bucket))
+            sizes[bucket.exchange] = nbytes, pieces + bucket.exchange.count(bucket.described)
+        for exchange, (nbytes, pieces) in sizes.items():
+            count = min(pieces, SLOTS)  # slots are free when a round ends: it uses no more of them than it has pieces
+            ring = self._rings.get(exchange)
+            if ring is None or nbytes > ring.slot_bytes or count > ring.count:
+                self._rings[exchange] = Ring(exchange.comm, count, nbytes, self._device)
 
-    def slot(self) -> Slot:
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(ring.nbytes for ring in self._rings.values())
+
+    def slot(self, exchange: Exchange) -> Slot:
         """A slot to fill and then lend to its reduction."""
         while len(self._under_way) >= MAX_ON_THE_WAY:
             self._finish_oldest()
-        return self.ring.take(self._release)
+        return self._rings[exchange].take(self._release)
 
     def start(
         self, bucket: Bucket, source: Tensor, own: Tensor | None, target: Tensor, op: str, first: bool, last: bool
     ) -> None:
         """Reduce a slot into `target`, or, if that already holds a sum, into what is added to it at the end."""
-        if own is not None and self._comm.world > READ_IN_PLACE:
-            source.view(self._comm.world, -1)[self._comm.rank].copy_(own)
+        exchange = bucket.exchange
+        if own is not None and exchange.comm.world > READ_IN_PLACE:
+            source.view(exchange.comm.world, -1)[exchange.rank].copy_(own)
             own = None
         into = target
-        if self._exchange.sum_in_slot and source.dtype == target.dtype:
+        if exchange.sum_in_slot and source.dtype == target.dtype:
             into = source
-        elif self._exchange.sum_in_slot or not first:
+        elif exchange.sum_in_slot or not first:
             into = torch.empty_like(target)
-        handle = self._exchange.reduce(bucket, source, into, op, own)
-        self.ring.lend(handle)
+        handle = exchange.reduce(bucket, source, into, op, own)
+        self._rings[exchange].lend(handle)
         self.add(bucket, handle, target, None if into is target else into, last)
 
     def add(self, bucket: Bucket, handle: Handle, target: Tensor, addend: Tensor | None, last: bool) -> None:
@@ -229,11 +236,12 @@ class Reductions:
         """Complete every reduction in flight."""
         while self._under_way:
             self._finish_oldest()
-        self.ring.rewind()
+        for ring in self._rings.values():
+            ring.rewind()
 
     def _release(self, handle: Handle) -> None:
         """Wait until the slot of this reduction is free."""
-        if self._exchange.sum_in_slot:
+        if any(exchange.sum_in_slot for exchange in self._rings):
             while any(reduction.handle is handle for reduction in self._under_way):
                 self._finish_oldest()
         else:
@@ -248,7 +256,8 @@ class Reductions:
     def _finish_oldest(self) -> None:
         bucket, handle, target, addend, last = self._under_way.popleft()
         handle.wait()
-        self.ring.done(handle)
+        self._rings[bucket.exchange].done(handle)
+        bucket.divide(target if addend is None else addend)
         if addend is not None:
             target.add_(addend)
         if last:

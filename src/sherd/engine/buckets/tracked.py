@@ -35,9 +35,11 @@ class TrackedParameter:
     original: Tensor
     """Its memory in the store where updates are made."""
 
-    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+    def __init__(self, name: str, parameter: nn.Parameter, ranks: tuple[int, ...] | None = None) -> None:
         self.name = name
         self.parameter = parameter
+        self.ranks = ranks
+        """The ranks that hold it, if not all do."""
         self.entry = Entry(name, tuple(parameter.shape), dtype_name(parameter), order=memory_order(parameter))
         self.mode = Mode.FROZEN
         self.used = False

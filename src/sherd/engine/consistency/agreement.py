@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from sherd.comm import Communicator
 from sherd.engine.buckets.bucket import Bucket
 from sherd.engine.buckets.bucket_list import BucketList
+from sherd.engine.buckets.groups import Ranks
+from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.gradients.gradient import Gradient
 from sherd.engine.parameters.isolation import bypass_torch_function
 from sherd.errors import Diverged
@@ -45,11 +47,11 @@ class Report:
     edited: bool
     """whether a parameter was edited since the last step"""
     late: Sequence[bool]
-    """by bucket: whether a gradient arrived after it was launched"""
+    """by bucket of the layout: whether a gradient arrived after it was launched"""
     used: bytearray
-    """by entry: 1 or 0"""
+    """by entry of the layout: 1 or 0"""
     trainable: bytearray
-    """by entry: 1 or 0"""
+    """by entry of the layout: 1 or 0"""
 
 
 @dataclass(frozen=True)
@@ -70,33 +72,65 @@ class Agreement:
 
 def report(buckets: BucketList, gradients: Sequence[Gradient], edited: bool, late: Iterable[Bucket]) -> Report:
     """This rank's report on its gradients."""
-    late = set(late)
+    late, partly = set(late), buckets.partly_held
     with bypass_torch_function():
         trainable = bytearray([member.parameter.requires_grad for member in buckets.parameters])
+    used = bytearray([member.used_here for member in buckets.parameters])
     return Report(
         gradients=gradients,
-        settings=hash_of([settings_of(each.optimizer) for each in gradients if each.optimizer is not None]),
+        settings=hash_of([settings_of(each.optimizer, partly) for each in gradients if each.optimizer is not None]),
         finite=_finite(buckets.table.norms),
         edited=edited,
-        late=[bucket in late for bucket in buckets.buckets],
-        used=bytearray([member.used_here for member in buckets.parameters]),
-        trainable=trainable,
+        late=[bucket in late for bucket in buckets.slots],
+        used=_by_entry(used, buckets),
+        trainable=_by_entry(trainable, buckets),
     )
+
+
+def _by_entry(flags: bytearray, buckets: BucketList) -> bytearray:
+    """Flags of this rank's parameters, with zeros for those that it does not hold."""
+    if buckets.entries is buckets.parameters:
+        return flags
+    own = iter(flags)
+    return bytearray([0 if member is None else next(own) for member in buckets.entries])
 
 
 def apply(agreed: Agreement, buckets: BucketList, gradients: Sequence[Gradient], world: int) -> None:
     """Apply what the ranks agreed on."""
     reached = None  # the optimizers of which something was used; None: of all
-    if agreed.used is not None and len(gradients) > 1:
+    if buckets.grouped:
+        reached = _look_elsewhere(agreed, buckets, gradients)
+    elif agreed.used is not None and len(gradients) > 1:
         reached = {m.bucket.optimizer for m, used in zip(buckets.parameters, agreed.used, strict=True) if used}
     for gradient, (weight, weighing) in zip(gradients, agreed.weights, strict=True):
         if reached is None or gradient.optimizer in reached:
             gradient.weights.agreed(weight, weighing, world)
         else:
             gradient.weights.withdraw()
-    for member, used in zip(buckets.parameters, agreed.used or repeat(True), strict=False):
+    for member, used in zip(buckets.parameters, _held(agreed, buckets), strict=False):
         member.used |= used
         member.used_here = False  # or the parameter would count as used again after zero_grad()
+
+
+def _held(agreed: Agreement, buckets: BucketList) -> Iterable[bool]:
+    """What was used of the parameters that this rank holds."""
+    if agreed.used is None:
+        return repeat(True)
+    return (used for member, used in zip(buckets.entries, agreed.used, strict=True) if member is not None)
+
+
+def _look_elsewhere(
+    agreed: Agreement, buckets: BucketList, gradients: Sequence[Gradient]
+) -> set[Optimizer | None] | None:
+    """Note which gradients have parts that only other ranks hold; the optimizers of which something was used."""
+    reached: set[Optimizer | None] = set()
+    for each, used in zip(buckets.catalogue, agreed.used or repeat(True), strict=False):
+        gradient = gradients[each.optimizer or 0]
+        if each.member is None:
+            gradient.elsewhere |= used
+        if used:
+            reached.add(gradient.optimizer if each.member is None else each.member.bucket.optimizer)
+    return reached if len(gradients) > 1 else None
 
 
 def _finite(norms: Tensor) -> bool:
@@ -104,11 +138,12 @@ def _finite(norms: Tensor) -> bool:
     return math.isfinite(float(torch.dot(norms, norms))) or bool(torch.isfinite(norms).all())
 
 
-def settings_of(optimizer: Optimizer) -> Settings:
-    """The comparable settings of each group: numbers, strings, and the number of parameters."""
+def settings_of(optimizer: Optimizer, partly: Collection[int] = ()) -> Settings:
+    """The comparable settings of each group: numbers, strings, and the number of parameters. Not counted are those that
+    are `partly` held, on some ranks only; they are given by id."""
     return [
         {name: _comparable(value) for name, value in group.items() if name not in ("params", "param_names")}
-        | {"parameters": len(group["params"])}
+        | {"parameters": len(group["params"]) - (sum(id(p) in partly for p in group["params"]) if partly else 0)}
         for group in optimizer.param_groups
     ]
 
@@ -140,7 +175,7 @@ def agree(comm: Communicator, report: Report, buckets: BucketList) -> Agreement:
         if not all(same[1:]):
             raise _apart(comm, report.gradients)
         users = total[len(numbers) :]
-        uniform = bool((users == world * (_TRAINABLE + 1)).all())  # in nearly every step
+        uniform = bool((users == _holders(buckets, world) * (_TRAINABLE + 1)).all())  # in nearly every step
         every: list[float] = [] if uniform else users.tolist()
         _compare_trainable(comm, report, every, buckets)
     return Agreement(
@@ -154,31 +189,43 @@ def agree(comm: Communicator, report: Report, buckets: BucketList) -> Agreement:
     )
 
 
-def agree_on_edits(comm: Communicator, buckets: BucketList, seen: int, assigned: Sequence[str], step: int) -> bool:
-    """Whether edited gradients are finite on all ranks; raise if ranks edited them differently. Collective.
+class Edits(Protocol):
+    """What the program did to gradients on this rank."""
 
-    `seen` is a hash below 2**20 of the edited gradients on this rank; `assigned` names those that were set, as
-    `p.grad = ...` does, and not edited in place.
-    """
-    finite = _finite(buckets.table.norms)
-    mine = torch.tensor([float(not finite), float(seen), float(seen) ** 2], dtype=torch.float64)
+    seen: dict[Ranks, int]
+    """by group of ranks: a hash below 2**20 of the edited gradients"""
+    assigned: list[TrackedParameter]
+    """those that were set, as `p.grad = ...` does, and not edited in place"""
+
+
+def agree_on_edits(comm: Communicator, buckets: BucketList, edits: Edits, edited: bool, step: int) -> bool | None:
+    """Whether edited gradients are finite on all ranks, or None if none was `edited`; raise if ranks that hold the same
+    edited them differently. Collective."""
+    seen = [float(edits.seen.get(ranks, 0)) for ranks in buckets.groups]
+    flags = [float(not _finite(buckets.table.norms)), *([float(edited)] if buckets.grouped else [])]
+    mine = torch.tensor([*flags, *seen, *(hash**2 for hash in seen)], dtype=torch.float64)
     with comm.counters.agreeing():
-        bad, one, other = comm.all_reduce(mine).wait().tolist()
-        if not _same(one, other, comm.world):
-            raise _edited_apart(comm, seen, assigned, step)
-    return bool(bad == 0)
+        total = comm.all_reduce(mine).wait().tolist()
+        found, sums = total[: len(flags)], total[len(flags) :]
+        for ranks, one, other in zip(buckets.groups, sums[: len(seen)], sums[len(seen) :], strict=True):
+            if not _same(one, other, len(ranks or range(comm.world))):
+                raise _edited_apart(comm, ranks or range(comm.world), edits, step)
+    return None if found[1:] == [0.0] else bool(found[0] == 0)
 
 
-def _edited_apart(comm: Communicator, seen: int, assigned: Sequence[str], step: int) -> Diverged:
-    by_rank = comm.all_gather_object((seen, list(assigned)))
-    rank = next(rank for rank, (theirs, _) in enumerate(by_rank) if theirs != by_rank[0][0])
-    names = by_rank[0][1] or by_rank[rank][1]
-    one, two = comm.numbers[0], comm.numbers[rank]
+def _edited_apart(comm: Communicator, ranks: Sequence[int], edits: Edits, step: int) -> Diverged:
+    group = None if len(ranks) == comm.world else tuple(ranks)
+    assigned = [member.name for member in edits.assigned if member.ranks == group]
+    by_rank = comm.all_gather_object((edits.seen.get(group, 0), assigned))
+    first = ranks[0]
+    rank = next(rank for rank in ranks if by_rank[rank][0] != by_rank[first][0])
+    names = by_rank[first][1] or by_rank[rank][1]
+    one, two = comm.numbers[first], comm.numbers[rank]
     if names:
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         what = (
-            f"p.grad of {names[0]!r}{others} was set to different values on rank {one} and rank {two}; all ranks must "
-            f"set the same: average it over the ranks first with torch.distributed.all_reduce(gradient, "
+            f"p.grad of {names[0]!r}{others} was set to different values on rank {one} and rank {two}; all ranks "
+            f"must set the same: average it over the ranks first with torch.distributed.all_reduce(gradient, "
             f"op=torch.distributed.ReduceOp.AVG), and draw noise from the same seed"
         )
     else:
@@ -215,15 +262,23 @@ def _apart(comm: Communicator, gradients: Sequence[Gradient]) -> Diverged:
     return Diverged(f"the ranks are out of sync: {what}", ranks=(one, two))
 
 
+def _holders(buckets: BucketList, world: int) -> int | Tensor:
+    """How many ranks hold each entry."""
+    return buckets.holders if buckets.grouped else world
+
+
 def _compare_trainable(comm: Communicator, report: Report, counts: Sequence[float], buckets: BucketList) -> None:
     for entry, count in enumerate(counts):
-        if count // _TRAINABLE not in (0, comm.world):
+        listed = buckets.catalogue[entry]
+        ranks = listed.ranks or range(comm.world)
+        if count // _TRAINABLE not in (0, len(ranks)):
             can = comm.all_gather_object(bool(report.trainable[entry]))
-            yes, no = (comm.numbers[can.index(each)] for each in (True, False))
-            member = buckets.parameters[entry]
-            step = next(each.label for each in report.gradients if each.optimizer is member.bucket.optimizer)
+            yes, no = (comm.numbers[next(r for r in ranks if can[r] is wanted)] for wanted in (True, False))
+            member = listed.member
+            optimizer = report.gradients[listed.optimizer or 0].optimizer if member is None else member.bucket.optimizer
+            step = next(each.label for each in report.gradients if each.optimizer is optimizer)
             raise Diverged(
-                f"{step}: parameter {member.name!r} requires a gradient on rank {yes} and not on rank {no}; set "
+                f"{step}: parameter {listed.entry.name!r} requires a gradient on rank {yes} and not on rank {no}; set "
                 f"the same requires_grad on every rank",
                 ranks=(yes, no),
             )

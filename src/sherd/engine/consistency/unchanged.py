@@ -8,7 +8,7 @@ error. A new dtype, or another object in place of a parameter, is refused at onc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, cast
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sherd.comm import Communicator, labelled
 from sherd.engine.buckets.checksum import checksum
+from sherd.engine.buckets.groups import Ranks
 from sherd.engine.buckets.inventory import Inventory
 from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.parameters.isolation import bypass_torch_function
@@ -116,13 +117,17 @@ class Unchanged:
 
     def compare(self, when: str) -> None:
         """Keep edits that are the same on all ranks, refuse others. Collective."""
-        mine = torch.tensor([member in self.edits for member in self._members], dtype=torch.uint8)
-        with self._comm.counters.agreeing():
-            who = self._comm.all_gather(mine).wait().view(self._comm.world, -1)
-        edited = [self._members[index] for index in who.any(0).nonzero().flatten().tolist()]
-        self.compare_values(edited, when, dict(zip(self._members, who.T.tolist(), strict=True)))
-        self._store.keep_edits(edited)
-        self.written(edited)
+
+        def compare(comm: Communicator, members: Sequence[TrackedParameter]) -> None:
+            mine = torch.tensor([member in self.edits for member in members], dtype=torch.uint8)
+            with comm.counters.agreeing():
+                who = comm.all_gather(mine).wait().view(comm.world, -1)
+            edited = [members[index] for index in who.any(0).nonzero().flatten().tolist()]
+            self._compare_values(comm, edited, when, dict(zip(members, who.T.tolist(), strict=True)))
+            self._store.keep_edits(edited)
+            self.written(edited)
+
+        self._by_group(self._members, compare)
 
     def compare_if_any(self, when: str, doing: Sequence[str] = (), mine: str = "") -> None:
         """The same, if any rank has edits. Of several things that they may be `doing`, ranks must all do `mine`.
@@ -141,16 +146,48 @@ class Unchanged:
         if edited:
             self.compare(when)
 
-    def compare_values(
-        self, members: Sequence[TrackedParameter], when: str, who: dict[TrackedParameter, list[int]] | None = None
+    def compare_values(self, members: Sequence[TrackedParameter], when: str) -> None:
+        """Refuse values of these parameters that differ between ranks. Collective."""
+        self._by_group(members, lambda comm, its: self._compare_values(comm, its, when))
+
+    def _compare_values(
+        self,
+        comm: Communicator,
+        members: Sequence[TrackedParameter],
+        when: str,
+        who: dict[TrackedParameter, list[int]] | None = None,
     ) -> None:
-        """Refuse values of these parameters that differ between ranks; `who` says which ranks edited. Collective."""
+        """The same in one group; `who` says which ranks edited."""
         mine = torch.tensor(self._store.digests(members), dtype=torch.int64)
-        with self._comm.counters.agreeing():
-            by_rank = self._comm.all_gather(mine).wait().view(self._comm.world, -1)
+        with comm.counters.agreeing():
+            by_rank = comm.all_gather(mine).wait().view(comm.world, -1)
         different = (by_rank != by_rank[0]).any(0).nonzero().flatten().tolist()
         if different:
             raise self._difference([members[at] for at in different], by_rank[:, different[0]], when, who)
+
+    def _by_group(
+        self, members: Sequence[TrackedParameter], compare: Callable[[Communicator, Sequence[TrackedParameter]], None]
+    ) -> None:
+        """Compare parameters among the ranks that hold them. What one group finds is raised on all ranks."""
+        if not self._inventory.groups:
+            compare(self._comm, members)
+            return
+        by_ranks: dict[Ranks, list[TrackedParameter]] = {}
+        for member in members:
+            by_ranks.setdefault(member.ranks, []).append(member)
+        found: Diverged | None = None
+        for its in sorted(by_ranks.values(), key=lambda its: its[0].ranks or ()):  # in one order on all ranks
+            try:
+                compare(its[0].bucket.comm, its)
+            except Diverged as error:
+                found = found or error
+        if None in by_ranks:  # else only those that hold them are here
+            with self._comm.counters.agreeing():
+                everybody = self._comm.all_gather_object(None if found is None else (str(found), found.ranks))
+            text, ranks = next((each for each in everybody if each is not None), ("", ()))
+            found = Diverged(text, ranks=tuple(ranks)) if text else None
+        if found is not None:
+            raise found
 
     def _difference(
         self, members: list[TrackedParameter], sums: Tensor, when: str, who: dict[TrackedParameter, list[int]] | None
@@ -158,13 +195,15 @@ class Unchanged:
         name, others = members[0].name, len(members) - 1
         what = f"parameter {name!r}" + (f" and {others} other{'s' * (others > 1)}" if others else "")
         numbers = self._comm.numbers
-        one, two = numbers[0], next(numbers[rank] for rank, sum in enumerate(sums.tolist()) if sum != sums[0])
-        edited = [numbers[rank] for rank, did in enumerate(who[members[0]]) if did] if who is not None else []
-        if edited and len(edited) < self._comm.world:
-            ranks = (
-                self._comm.world if list(numbers) == [*range(len(numbers))] else f"ranks {', '.join(map(str, numbers))}"
-            )
-            where = f"only on rank{'s' * (len(edited) > 1)} {', '.join(map(str, edited))} of {ranks}"
+        ranks = members[0].ranks or range(self._comm.world)
+        other = next(rank for rank, sum in zip(ranks, sums.tolist(), strict=True) if sum != sums[0])
+        one, two = numbers[ranks[0]], numbers[other]
+        did = zip(ranks, who[members[0]], strict=True) if who is not None else ()
+        edited = [numbers[rank] for rank, by in did if by]
+        if edited and len(edited) < len(ranks):
+            every = [numbers[rank] for rank in ranks]
+            of = str(len(ranks)) if every == [*range(len(every))] else f"ranks {', '.join(map(str, every))}"
+            where = f"only on rank{'s' * (len(edited) > 1)} {', '.join(map(str, edited))} of {of}"
         else:
             where = f"differently on rank {one} and rank {two}"
         return Diverged(
@@ -182,7 +221,8 @@ class Unchanged:
         """
         members = [member for member in self._inventory.of_module(module) if member not in self.lent]
         self.check()
-        if compare and self.compares and not self.lent:
+        common = not self._inventory.groups or any(member.ranks is None for member in members)
+        if compare and common and self.compares and not self.lent:
             with labelled("the beginning of full_parameters"):
                 self.compare_if_any("before full_parameters")
         self._store.lend(members)

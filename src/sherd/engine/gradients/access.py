@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sherd.comm import Communicator, labelled
+from sherd.comm import labelled
 from sherd.engine.buckets.bucket import Bucket, Local
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.checksum import checksum
+from sherd.engine.buckets.groups import Ranks
 from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.gradients.sharded_gradient import ShardedGradient
 from sherd.engine.parameters.isolation import bypass_torch_function
@@ -33,8 +34,9 @@ class GradAccess(ABC):
     """`p.grad`, which is None for a member that is not `used`."""
 
     def __init__(self) -> None:
-        self.seen = 0
-        """A hash below 2**20 of the gradients that were edited: the same on ranks that made the same edits."""
+        self.seen: dict[Ranks, int] = {}
+        """By group of ranks, a hash below 2**20 of the gradients that were edited: the same on ranks that made the same
+        edits."""
         self.assigned: list[TrackedParameter] = []
         """The parameters whose gradient was set to one of the user's tensors; for messages."""
 
@@ -126,8 +128,8 @@ class GradAccess(ABC):
         for member in used:
             member.parameter.grad = self._view(member)
 
-    def _note_seen(self, what: object) -> None:
-        self.seen = zlib.crc32(f"{self.seen} {what}".encode()) >> 12
+    def _note_seen(self, bucket: Bucket, what: object) -> None:
+        self.seen[bucket.ranks] = zlib.crc32(f"{self.seen.get(bucket.ranks, 0)} {what}".encode()) >> 12
 
     @abstractmethod
     def _view(self, member: TrackedParameter) -> Tensor:
@@ -205,7 +207,7 @@ class WholeAccess(GradAccess):
             _local(member).copy_(gradient)
 
     def _see(self, bucket: Bucket, set_to: Mapping[TrackedParameter, Tensor | None]) -> None:
-        self._note_seen(checksum(bucket.sum))
+        self._note_seen(bucket, checksum(bucket.sum))
 
 
 def _local(member: TrackedParameter) -> Tensor:
@@ -225,9 +227,8 @@ _UNSHARED = _references({0: object()}, 0)
 class ShardedAccess(GradAccess):
     """`p.grad` is gathered from the owners of its slices when it is used."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._comm = comm
         self._views: dict[TrackedParameter, ShardedGradient] = {}
         self._gathered: dict[Bucket, Tensor] = {}
         self._scaled: set[Bucket] = set()
@@ -246,7 +247,7 @@ class ShardedAccess(GradAccess):
         bucket = member.bucket
         if bucket not in self._gathered:
             with labelled(f"reading the gradient of {member.name!r}", ALONE):
-                self._gathered[bucket] = self._comm.all_gather(bucket.slice).wait()
+                self._gathered[bucket] = bucket.comm.all_gather(bucket.slice).wait()
         return member.shaped_in(self._gathered[bucket])
 
     def scale(self, member: TrackedParameter, how: str, by: tuple[Any, ...]) -> bool:
@@ -256,7 +257,7 @@ class ShardedAccess(GradAccess):
         for own, _ in self._own(member):
             getattr(own, how)(*by)
         self._scaled.add(member.bucket)
-        self._note_seen((member.name, how, [float(each) for each in by]))
+        self._note_seen(member.bucket, (member.name, how, [float(each) for each in by]))
         return True
 
     def _view(self, member: TrackedParameter) -> Tensor:
@@ -294,7 +295,7 @@ class ShardedAccess(GradAccess):
 
         It holds nothing that leads to the parameter, which may hold the gradient in turn.
         """
-        comm, name, entry, start = self._comm, member.name, member.entry, member.offset
+        comm, name, entry, start = member.bucket.comm, member.name, member.entry, member.offset
         found: list[Tensor] = []
         if member.bucket in self._gathered:
             found.append(member.shaped_in(self._gathered[member.bucket]))
@@ -316,7 +317,7 @@ class ShardedAccess(GradAccess):
 
     def _changed(self, buckets: BucketList) -> set[Bucket]:
         for bucket, whole in self._gathered.items():  # p.grad.data.clamp_() changes no version
-            bucket.slice.copy_(whole.view(self._comm.world, -1)[self._comm.rank])
+            bucket.slice.copy_(whole.view(bucket.comm.world, -1)[bucket.comm.rank])
         return {*self._gathered, *self._scaled}
 
     def collect(self, buckets: BucketList) -> None:
@@ -331,7 +332,7 @@ class ShardedAccess(GradAccess):
             if gradient is None and whole is not None and member.used:
                 gradient = member.shaped_in(whole)
             if gradient is not None:
-                self._note_seen(checksum(gradient))
+                self._note_seen(bucket, checksum(gradient))
 
     def _put(self, member: TrackedParameter, gradient: Tensor | None) -> None:
         flat = None if gradient is None else member.entry.flattened(gradient.detach().to_dense())
@@ -341,5 +342,5 @@ class ShardedAccess(GradAccess):
     def _own(self, member: TrackedParameter) -> Iterable[tuple[Tensor, int]]:
         """This rank's parts of a gradient, with their offsets."""
         for segment in member.segments():
-            if segment.owner == self._comm.rank:
+            if segment.owner == member.bucket.comm.rank:
                 yield member.bucket.slice[segment.offset : segment.offset + segment.numel], segment.region.start

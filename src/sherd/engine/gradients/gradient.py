@@ -206,6 +206,8 @@ class Gradient:
         self.steps = 0
         """How many steps were taken."""
         self.skipped = 0
+        self.elsewhere = False
+        """Whether other ranks have used parameters of it that this one does not hold."""
         self._left = 1.0  # the fraction that clipping left
 
     @property
@@ -222,6 +224,7 @@ class Gradient:
         """Start over: the next backward is the first."""
         self.weights.forget()
         self.backwards = 0
+        self.elsewhere = False
         self._left = 1.0
         for bucket in buckets:
             bucket.norms.zero_()
@@ -312,10 +315,10 @@ class Trained:
             found = {member for member in frozen if member.parameter.requires_grad}
         return [member for member in self.inventory.members if member in found] if found else []
 
-    def train(self, members: Sequence[TrackedParameter]) -> None:
-        """Train these parameters from now on."""
+    def train(self, members: Sequence[TrackedParameter], elsewhere: Iterable[str] = ()) -> None:
+        """Train these parameters from now on; other ranks train those `elsewhere` too, by name."""
         assign((member.bucket for member in members), self.optimizers)
-        self.buckets = self.buckets.unfrozen(members)
+        self.buckets = self.buckets.unfrozen(members, elsewhere)
         for shard in self.shards.values():
             shard.follow(self.buckets)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sherd.comm import Communicator, labelled
+from sherd.engine.buckets.groups import Ranks
 from sherd.engine.buckets.inventory import Inventory
 from sherd.engine.parameters.store import unexpand
 from sherd.errors import Diverged
@@ -78,18 +79,19 @@ class BufferSlot:
 
 
 class BufferSync:
-    """Makes the buffers of a model equal on all ranks: to their "mean", or to the "leader"'s."""
+    """Makes the buffers that `ranks` hold equal on all of them: to their "mean", or to the "leader"'s."""
 
-    def __init__(self, comm: Communicator, inventory: Inventory, how: str) -> None:
+    def __init__(self, comm: Communicator, inventory: Inventory, how: str, ranks: Ranks = None) -> None:
         self._comm = comm
         self._device = inventory.device
         self._mean = how == "mean"
         self._places: list[BufferSlot] = []
         if how != "none":
             self._places = [
-                BufferSlot(module, key, f"{prefix}.{key}" if prefix else key)
+                BufferSlot(module, key, name)
                 for prefix, module in inventory.model.named_modules()
                 for key in module._buffers
+                if inventory.groups.ranks_of(name := f"{prefix}.{key}" if prefix else key) == ranks
             ]
 
     def sync(self, step: int) -> None:

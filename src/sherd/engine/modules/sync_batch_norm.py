@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from sherd.comm import Communicator, labelled
 from sherd.data import batch_weight
+from sherd.engine.buckets.groups import Groups
 from sherd.engine.gradients.gradient import LossWeights, Trained
 from sherd.errors import ConfigError
 from sherd.patches.batch_norm import Forward, SyncedBatchNorm, forget, install
@@ -45,10 +46,21 @@ def share_statistics(model: nn.Module, engine: Trainer, undo: ExitStack) -> None
         return
     for name, module in model.named_modules():
         if type(module) in (nn.SyncBatchNorm, SyncedBatchNorm) and module.process_group is None:
+            _refuse_partly_held(name, module, engine.trained.inventory.groups)
             undo.callback(setattr, module, "__class__", type(module))
             undo.callback(forget, module)
             install(module, partial(_forward_of, weakref.ref(engine), name))
             engine.trained.modules_communicate = True
+
+
+def _refuse_partly_held(name: str, module: nn.Module, groups: Groups) -> None:
+    """Refuse a module that only some ranks hold: the others would not take part in its statistics."""
+    for key in (*module._parameters, *module._buffers):
+        if groups.ranks_of(f"{name}.{key}" if name else key) is not None:
+            raise ConfigError(
+                f"module {name!r} is an nn.SyncBatchNorm that groups= gives to some ranks only; use nn.BatchNorm "
+                f"there, or set its process_group"
+            )
 
 
 def _forward(ranks: Ranks, module: nn.SyncBatchNorm, input: Tensor) -> Tensor:

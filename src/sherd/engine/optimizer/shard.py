@@ -131,7 +131,8 @@ class OptimizerShard:
         }
         self._members.update(joined)
         new = {member.bucket for member in joined.values()}
-        parts = (part for b in buckets.buckets if b in new for part in parts_of(b, self._owner))
+        owners = {b: None if self._owner is None else b.described.owner_of(self._owner) for b in buckets.buckets}
+        parts = (part for b in buckets.buckets if b in new for part in parts_of(b, owners[b]))
         self._parts.update({part.member: part for part in parts})
         self._take({}, {p: self._rest.pop(p) for p in joined if p in self._rest})  # loaded while frozen
         self._grouped = []
@@ -222,7 +223,14 @@ class OptimizerShard:
                 f"{comm.world}; pass the one whose ranks are the owners"
             )
         self._read_users_object()
-        whole, other = gather_state(comm, self._buckets, self._parts, self._rest)
+        whole: dict[TrackedParameter, State] = {}
+        other: dict[Any, Any] = {}
+        for ranks in self._buckets.groups:
+            its = [bucket for bucket in self._buckets.buckets if bucket.ranks == ranks]
+            if ranks is None:
+                whole, other = gather_state(comm, its, self._parts, self._rest)
+            elif its:
+                whole |= gather_state(its[0].comm, its, self._parts, self._rest)[0]
         state: dict[Any, Any] = {}
         for parameter in (parameter for group in self._optimizer.param_groups for parameter in group["params"]):
             member = self._members.get(parameter)

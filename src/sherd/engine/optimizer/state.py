@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from sherd.comm.base import Communicator
 from sherd.engine.buckets.bucket import Bucket
-from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.optimizer.portions import FlatState, State, is_per_element
 from sherd.engine.optimizer.runs import Part
@@ -57,14 +56,19 @@ def put_state(part: Part, cut: Cut, flats: FlatState) -> None:
 
 
 def gather_state(
-    comm: Communicator, buckets: BucketList, parts: Mapping[TrackedParameter, Part], rest: Mapping[Any, Any]
+    comm: Communicator, buckets: Sequence[Bucket], parts: Mapping[TrackedParameter, Part], rest: Mapping[Any, Any]
 ) -> tuple[dict[TrackedParameter, State], dict[Any, Any]]:
-    """The state of whole parameters, and state that belongs to no parameter; on every rank. Collective.
+    """The state of the whole parameters in these buckets, which the ranks of `comm` hold, and state that belongs to no
+    parameter; on every rank. Collective.
 
     Besides the result it needs the memory of one bucket and one slice.
     """
-    entries = {member: entry for entry, member in enumerate(buckets.parameters)}
-    mine = {entries[member]: _outline(part) for member, part in parts.items() if part.state}
+    members = [member for bucket in buckets for member in bucket.members]
+    mine = {
+        entry: _outline(parts[member])
+        for entry, member in enumerate(members)
+        if member in parts and parts[member].state
+    }
     other = {key: value for key, value in rest.items() if not isinstance(key, Tensor)}
     whole: dict[TrackedParameter, State] = {}
     by_rank = comm.all_gather_object((mine, other))
@@ -72,8 +76,8 @@ def gather_state(
         for entry, outline in outlines.items():
             # The owner of a parameter's first element decides.
             kept = {key: PerElement(value) if cut else value for key, cut, value in outline}
-            whole.setdefault(buckets.parameters[entry], kept)
-    for bucket in buckets.buckets:
+            whole.setdefault(members[entry], kept)
+    for bucket in buckets:
         for (key, dtype), having in _tensors(bucket, whole).items():
             own = bucket.values.owned.new_zeros(bucket.described.slice_numel, dtype=dtype)
             for part in (parts[member] for member in having if member in parts):

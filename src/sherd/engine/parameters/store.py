@@ -17,7 +17,6 @@ from torch import Tensor
 
 from sherd.comm import Communicator
 from sherd.engine.buckets.bucket import Bucket
-from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.checksum import checksum
 from sherd.engine.buckets.inventory import Inventory
 from sherd.engine.buckets.tracked import TrackedParameter
@@ -47,7 +46,7 @@ class ParameterStore(ABC):
     owns_memory = True
     """Whether parameters live in the store's memory, and are put back there."""
 
-    def __init__(self, mesh: Mesh, inventory: Inventory, buckets: BucketList, owner: int | None) -> None:
+    def __init__(self, mesh: Mesh, inventory: Inventory, buckets: Sequence[Bucket], owner: int | None) -> None:
         self._mesh = mesh
         self._comm = mesh.everyone
         self._members = inventory.members
@@ -56,7 +55,7 @@ class ParameterStore(ABC):
         self.updates_slices = owner is not None
         """Whether a rank updates only the slices of this owner, instead of everything."""
         self.state = Holding.HELD
-        self._make_room(buckets.every)
+        self._make_room(buckets)
 
     @abstractmethod
     def _make_room(self, buckets: Sequence[Bucket]) -> None:
