@@ -157,6 +157,8 @@ def _check_step(optimizer: Optimizer) -> None:
     why = None
     if engine.store.updates_slices:
         why = "every rank would update all parameters and keep state for all of them, instead of for its own part"
+    elif engine.teams.count > 1:
+        why = "parameters are exchanged after its step, so this rank would train alone for ever"
     elif engine.trained.accumulate > 1:
         why = "it ignores accumulate=, and would find no gradient inside an incomplete window"
     if why is not None:

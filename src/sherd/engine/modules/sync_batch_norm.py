@@ -23,6 +23,7 @@ from sherd.comm import Communicator, labelled
 from sherd.data import batch_weight
 from sherd.engine.buckets.groups import Groups
 from sherd.engine.gradients.gradient import LossWeights, Trained
+from sherd.engine.parameters.mesh import Teams
 from sherd.errors import ConfigError
 from sherd.patches.batch_norm import Forward, SyncedBatchNorm, forget, install
 
@@ -31,6 +32,7 @@ class Trainer(Protocol):
     """The engine whose ranks share statistics, for as long as it lives."""
 
     comm: Communicator
+    teams: Teams
     trained: Trained
 
     @property
@@ -40,9 +42,10 @@ class Trainer(Protocol):
 def share_statistics(model: nn.Module, engine: Trainer, undo: ExitStack) -> None:
     """Make the `nn.SyncBatchNorm` modules of `model` compute their statistics over the ranks of `engine`.
 
-    Subclasses, and modules with their own process group, are left unchanged.
+    Subclasses, and modules with their own process group, are left unchanged. A rank that trains alone among others has
+    statistics of its own: torch's would refuse the CPU, or wait for all ranks.
     """
-    if engine.comm.world == 1:
+    if engine.teams.everyone.world == 1:
         return
     for name, module in model.named_modules():
         if type(module) in (nn.SyncBatchNorm, SyncedBatchNorm) and module.process_group is None:
@@ -50,7 +53,7 @@ def share_statistics(model: nn.Module, engine: Trainer, undo: ExitStack) -> None
             undo.callback(setattr, module, "__class__", type(module))
             undo.callback(forget, module)
             install(module, partial(_forward_of, weakref.ref(engine), name))
-            engine.trained.modules_communicate = True
+            engine.trained.modules_communicate = engine.comm.world > 1
 
 
 def _refuse_partly_held(name: str, module: nn.Module, groups: Groups) -> None:
@@ -186,9 +189,13 @@ class _Normalise(torch.autograd.Function):
 
 
 def _forward_of(engine: weakref.ref[Trainer], name: str) -> Forward | None:
-    """The forward of the module of that name, as long as its engine lives."""
+    """The forward of the module of that name, as long as its engine lives; None for that of `nn.BatchNorm`."""
     living = engine()
-    return None if living is None else partial(_forward, Ranks(name, living.comm, living.weights))
+    return (
+        None
+        if living is None or living.comm.world == 1
+        else partial(_forward, Ranks(name, living.comm, living.weights))
+    )
 
 
 def _working(input: Tensor) -> torch.dtype:
