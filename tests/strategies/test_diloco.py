@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
 import sherd
 from tests.helpers.averaging import STEPS, Worlds, by_case, close_to, exactly, trained
+from tests.helpers.training import batch, connected, distributed, double, same, train, weights
 
 pytestmark = pytest.mark.ranks
 EVERY = 3
@@ -63,6 +67,7 @@ def test_what_it_computes(ranks, transport):
         (sherd.DiLoCo(every=EVERY), {}, {}),
         (sherd.DiLoCo(every=EVERY, warmup=2), {"spoilt": spoilt}, {"warmup": 2}),
         (sherd.DiLoCo(every=EVERY, over=2), {}, {}),
+        (sherd.DiLoCo(every=EVERY, over=2, inner="zero3"), {"spoilt": spoilt}, {}),
         (sherd.DiLoCo(every=EVERY, over=2, inner="ddp", warmup=1), {"spoilt": spoilt}, {"warmup": 1}),
         (sherd.DiLoCo(every=4, over=2, fragments=2, delay=1), {}, {"every": 4, "fragments": 2, "delay": 1}),
     ]
@@ -101,3 +106,28 @@ def test_fragments_have_the_bits_of_a_plain_reference(ranks):
     found = by_case(ranks(2).run(trained, [(sherd.DiLoCo(**case), {"steps": 20}) for case in cases]))
     for by_rank, case in zip(found, cases, strict=True):
         exactly(by_rank, outer(Worlds(2), steps=20, **case))
+
+
+def ahead(transport, folder):
+    """In the steps in which an exchange starts, and its new values set out, one rank is through before the other."""
+    with connected(transport) as c:
+        model, optimizer = distributed(c, sherd.DiLoCo(every=6, delay=4), double)
+        for step in range(12):
+            leader = {5: 0, 7: 1}.get(step)  # 6 starts an exchange, 8 sends what is new
+            through = Path(folder) / f"{transport}-{step}"
+            end = time.monotonic() + 30
+            while leader not in (None, c.rank) and not through.exists():
+                assert time.monotonic() < end, f"step {step} waits for the other rank"
+                time.sleep(0.01)
+            train(model, optimizer, [batch(c.rank, step, dtype=torch.float64)])
+            if leader == c.rank:
+                through.touch()
+        return weights(model)
+
+
+@pytest.mark.parametrize("transport", ["host", "c10d"])
+def test_nobody_waits_before_values_are_merged(ranks, tmp_path, transport):
+    found = ranks(2).run(ahead, transport, str(tmp_path))
+    expected = outer(Worlds(2), every=6, delay=4, steps=12)[-1]
+    for rank in range(2):
+        same(found[rank], expected[rank])
