@@ -9,15 +9,10 @@ and the group are those of a team.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class Group(NamedTuple):
-    """What all ranks together take in one iteration: `order[start:stop]`."""
-
-    order: Sequence[Any]
-    start: int
-    stop: int
+Group = tuple[Sequence[Any], int, int]
+"""(order, start, stop): all ranks together take `order[start:stop]` in one iteration."""
 
 
 def groups(chunks: Iterable[Sequence[Any]], size: int, drop_last: bool) -> Iterator[Group]:
@@ -27,10 +22,10 @@ def groups(chunks: Iterable[Sequence[Any]], size: int, drop_last: bool) -> Itera
         order = [*rest, *chunk[:]] if rest else chunk
         whole = len(order) // size * size
         for start in range(0, whole, size):
-            yield Group(order, start, start + size)
+            yield order, start, start + size
         rest = order[whole:]
     if rest and not drop_last:
-        yield Group(rest, 0, len(rest))
+        yield rest, 0, len(rest)
 
 
 def iterations(count: int, size: int, drop_last: bool) -> int:

@@ -5,18 +5,11 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 _MARK = "__sherd__"
+"""On a replacement: the original attribute, which the owner may have inherited, and the replacement itself."""
 _ABSENT: Any = object()
-
-
-@dataclass(frozen=True)
-class _Replaced:
-    before: Any
-    """the original attribute, which the owner may have inherited"""
-    made: Any
 
 
 class Replacements:
@@ -34,7 +27,7 @@ class Replacements:
         if hasattr(original, _MARK):
             return
         made = make(original)
-        setattr(_function(made), _MARK, _Replaced(vars(owner).get(name, _ABSENT), made))
+        setattr(_function(made), _MARK, (vars(owner).get(name, _ABSENT), made))
         setattr(owner, name, made)
         self._places.append((weakref.ref(owner), name))
 
@@ -44,13 +37,13 @@ class Replacements:
             reference, name = self._places.pop()
             owner = reference()
             now = None if owner is None else vars(owner).get(name)
-            replaced: _Replaced | None = getattr(_function(now), _MARK, None)
-            if replaced is None or replaced.made is not now:
+            before, made = getattr(_function(now), _MARK, (None, None))
+            if made is None or made is not now:
                 continue
-            if replaced.before is _ABSENT:
+            if before is _ABSENT:
                 delattr(owner, name)
             else:
-                setattr(owner, name, replaced.before)
+                setattr(owner, name, before)
 
 
 def _function(attribute: Any) -> Any:

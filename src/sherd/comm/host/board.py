@@ -205,9 +205,8 @@ class Board:
     def text_number(self, call: Call, site: Site) -> int:
         """The number of the text of a call, which is written if it is not there."""
         number = self._numbers.get((call.fingerprint, site))
-        return self._write_text(call, site) if number is None else number
-
-    def _write_text(self, call: Call, site: Site) -> int:
+        if number is not None:
+            return number
         number = len(self._numbers) % _TEXTS
         if number == 0:
             self._numbers.clear()

@@ -227,7 +227,8 @@ class HostCommunicator(Communicator):
     def start_all_gather(self, call: Call, source: Tensor, target: Tensor, codec: Codec | None) -> Handle:
         cut = source.numel()
         if codec is None and self.shares(target):
-            return self._gather_in_place(self.naming(call, target), source, target)
+            named, place = self.naming(call, target), target[self.rank * cut : (self.rank + 1) * cut]
+            return self._start(named, _NO_PLAN, source, target, lambda o: self._streams.publish(o, source, place))
         plan = self._plans.get(call)
         if plan is None:
             payload = wire_bytes(cut, source, codec)
@@ -238,10 +239,6 @@ class HostCommunicator(Communicator):
             return self._streams.gather(o, source, cut, self._all, codec, take, room)
 
         return self._start(call, plan, source, target, stream)
-
-    def _gather_in_place(self, call: Call, source: Tensor, target: Tensor) -> Handle:
-        place = target[self.rank * source.numel() : (self.rank + 1) * source.numel()]
-        return self._start(call, _NO_PLAN, source, target, lambda o: self._streams.publish(o, source, place))
 
     def start_publish(self, call: Call, source: Tensor, target: Tensor) -> Handle:
         named = self.naming(call, target)
