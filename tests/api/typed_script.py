@@ -5,6 +5,8 @@ Lines that end in `# error` must have one, and no others.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader
@@ -61,5 +63,11 @@ def helpers(loss: Tensor, loader: DataLoader[tuple[Tensor, Tensor]]) -> None:
         sherd.print(x, y)
     with sherd.main_first():
         sherd.print("once", flush=True)
+    assert_type(sherd.evaluate(nn.Linear(2, 3), loader, {"loss": nn.functional.cross_entropy}), dict[str, Any])
+    sherd.map_reduce(len, ["a"], "mean", key=str, chunk=3)
+    sherd.map_reduce(len, ["a"], max, key="pairs", retries=2)
+    sherd.map_reduce(len, ["a"], "average")  # error
+    sherd.map_reduce(len, ["a"], key="words")  # error
+    sherd.evaluate(loader, nn.Linear(2, 3), {})  # error
     sherd.seed("1")  # error
     sherd.mean("loss")  # error
