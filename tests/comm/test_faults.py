@@ -283,18 +283,19 @@ def test_a_note_is_no_reason_where_a_rank_was_killed():
     assert NOTE not in text
 
 
-def fails_in_user_code():
-    c = comm.connect(CommOptions(timeout=TIMEOUT))
+def exits(transport):
+    c = comm.connect(CommOptions(transport=transport, timeout=TIMEOUT))
     c.barrier().wait()
     if c.rank == 1:
         sys.exit(3)
     c.all_reduce(torch.ones(3)).wait()
 
 
-def test_a_rank_that_exits_is_named():
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_exits_is_named_with_its_code(transport):
     with pytest.raises(RankFailed) as caught:
-        run_ranks(fails_in_user_code, 2, timeout=30)
-    assert "PeerLost: rank 1 on" in caught.value.failures[0]
+        run_ranks(exits, 2, transport, timeout=30)
+    assert re.search(r"PeerLost: rank 1 on .*SystemExit: 3", caught.value.failures[0]), caught.value.failures
 
 
 def connects_late(delay):

@@ -90,7 +90,9 @@ def _answer(work: Callable[[], object], result: int) -> bytes:
     """Do `work` and leave its result, or the reason for its failure, in the result file."""
     try:
         value = work()
-    except SystemExit:  # an exit code, not an error: let the process end with it
+    except SystemExit as leaving:  # an exit code, not an error: let the process end with it
+        if leaving.code not in (None, 0):
+            leave_all(leaving)  # at exit nothing shows the code any more, and peers would take it for a good end
         raise
     except BaseException as error:
         leave_all(error)
