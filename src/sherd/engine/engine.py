@@ -218,7 +218,6 @@ class Engine:
             raise SherdError(f"rank {self.comm.rank}: step() inside full_parameters; leave it first")
         if not gradient.window.advance():
             return False
-        self.unchanged.check_kinds(closely=False)  # first: gradients would have to fit too
         first = self._steps_first(gradient)
         self.settle(gradient)
         if first and self.policy.exchanges(gradient.calls):
@@ -249,9 +248,9 @@ class Engine:
     @contextmanager
     def updating(self, gradient: Gradient) -> Iterator[Update]:
         """The parameters of an optimizer may be updated by their owners inside."""
-        self.unchanged.check()
         its = self.buckets.of(gradient.optimizer)
         meets = self.path is self.summed or self.policy.exchanges(gradient.calls)
+        self.unchanged.check(closely=meets)
         with labelled(gradient.label):
             if self.unchanged.compares and meets:
                 # This also waits until no rank reads what is about to be updated.
@@ -259,7 +258,8 @@ class Engine:
                 self.unchanged.compare_if_any(f"before the update of {gradient.label}", several, gradient.label)
             shard = None if gradient.optimizer is None else self.shards[gradient.optimizer]
             s = StepContext(gradient.calls, self.comm, its, self.store, shard)
-            self.path.lend(its)
+            if shard is not None and shard.reads_sums:
+                self.path.lend(its)
             self.policy.before_update(s)
             self.move(State.UPDATING)
             update = Update(partial(self.policy.update, s))
