@@ -72,10 +72,12 @@ class Training:
             with torch.enable_grad():
                 loss = closure()
         if self.engine.prepare_step(self.gradient(optimizer)):
-            _hooked(optimizer, lambda: self._update(optimizer))
+            with torch.no_grad():
+                _hooked_update(optimizer)
         return loss
 
-    def _update(self, optimizer: Optimizer) -> None:
+    def update(self, optimizer: Optimizer) -> None:
+        """The update of a real step."""
         # Inside the step's hooks: pre-hooks may edit parameters, and post-hooks see the updates of all ranks.
         gradient = self.gradient(optimizer)
         if optimizer._optimizer_step_pre_hooks:
@@ -113,7 +115,9 @@ class Training:
 
                 return update.run(evaluate)
 
-        return _hooked(optimizer, search)
+        # As torch runs a step: inside the registered hooks, and visible to the profiler.
+        with torch.no_grad():
+            return Optimizer.profile_hook_step(lambda _: search())(optimizer)
 
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """What `optimizer.zero_grad()` does."""
@@ -237,8 +241,7 @@ def find_training(thing: nn.Module | Optimizer) -> Training | None:
     return training if isinstance(training, Training) else None  # an unpickled model has something else there
 
 
-def _hooked(optimizer: Optimizer, update: Callable[[], Any]) -> Any:
-    """Run `update` as torch runs a step: inside the registered hooks, and visible to the profiler."""
-    run = Optimizer.profile_hook_step(lambda _: update())
-    with torch.no_grad():
-        return run(optimizer)
+@Optimizer.profile_hook_step
+def _hooked_update(optimizer: Optimizer) -> None:
+    """An update as torch runs a step: inside the registered hooks, and visible to the profiler."""
+    training_of(optimizer).update(optimizer)

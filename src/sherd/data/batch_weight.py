@@ -90,10 +90,10 @@ _totals: weakref.WeakKeyDictionary[Any, tuple[Counts, int]] = weakref.WeakKeyDic
 
 def current() -> float:
     """The weight of the current batch: 0 if it only repeats samples, 1 if there is no current batch."""
-    for each in _running():
+    running = _running()
+    for each in running:
         each.asked()
-    newest = _newest()
-    return 1.0 if newest is None else newest.weight
+    return running[0].weight if running else 1.0
 
 
 def samples() -> int | None:
@@ -135,6 +135,8 @@ def matching(rows: int, loader: Any = None) -> set[Counts]:
 
 def _running() -> list[Pass]:
     """Passes with a current batch, the one that yielded last first."""
+    if not _passes:
+        return []
     return sorted((each for each in _passes if each.batch is not None), key=lambda each: -each.at)
 
 

@@ -9,7 +9,7 @@ and the group are those of a team.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 Group = tuple[Sequence[Any], int, int]
 """(order, start, stop): all ranks together take `order[start:stop]` in one iteration."""

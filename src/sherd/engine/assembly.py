@@ -139,7 +139,9 @@ def assemble(
     for path in (summed, own):
         undo.callback(backward.forget, path)
     engine = Engine(options, Parts(teams, mesh, groups, policy, store, trained, unchanged, torn, summed, own))
-    trained.shards = {each: updater_for(each, buckets, owner, inventory.parameters) for each in optimizers}
+    trained.shards = {
+        each: updater_for(each, buckets, owner, policy.merges, inventory.parameters) for each in optimizers
+    }
     return engine
 
 

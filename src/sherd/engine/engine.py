@@ -243,7 +243,6 @@ class Engine:
             raise SherdError(f"rank {self.comm.number}: step() inside {where}; leave it first")
         if not gradient.window.advance():
             return False
-        self.unchanged.check_kinds(closely=False)  # first: gradients would have to fit too
         first = self._steps_first(gradient)
         self.settle(gradient)
         if first:
@@ -289,7 +288,8 @@ class Engine:
         """The parameters of an optimizer may be updated by their owners inside."""
         update, s = Update(), self._context(gradient)
         with self.changing(s, gradient.label, update):
-            self.path.lend(s.buckets)
+            if s.shard is not None and s.shard.reads_sums:
+                self.path.lend(s.buckets)
             self.policy.before_update(s)
             update.run, update.begun = partial(self.policy.update, s), True
             yield update
@@ -306,8 +306,8 @@ class Engine:
     @contextmanager
     def changing(self, s: StepContext, label: str, update: Update) -> Iterator[None]:
         """Parameters change inside: by a step of an optimizer, or by what teams exchange."""
-        self.unchanged.check()
         meets = self.path is self.summed or self.teams.count > 1 or self.policy.exchanges(s.step)
+        self.unchanged.check(closely=meets)
         with labelled(label):
             if self.unchanged.compares and meets:
                 # This also waits until no rank reads what is about to be updated.

@@ -122,6 +122,9 @@ class ExchangePolicy:
     accumulate_at = AccumulateAt.RANK
     shard_over: int | None = None
     """how many ranks make a group that shards one copy of the parameters; None: all"""
+    merges = True
+    """whether small parameters may be updated together, as one flat tensor with a flat gradient; else the user's
+    optimizer steps them one by one, from `p.grad`"""
     bucket_bytes: int | None = None
     """the size of a bucket, unless the user says; None: as fits the model"""
 

@@ -198,6 +198,7 @@ class SummedGradients(GradientPath):
 
     def settle(self, wanted: Sequence[Gradient]) -> None:
         self.round.refuse_failed()
+        self._unchanged.check_kinds(closely=False)  # first: gradients would have to fit too
         buckets, step = self._trained.buckets, self._trained.steps
         self.access.collect(buckets)
         if not any(gradient.backwards for gradient in wanted):

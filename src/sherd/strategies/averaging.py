@@ -18,7 +18,7 @@ from sherd.engine.parameters.mesh import Teams
 from sherd.engine.policy import Drift, ExchangePolicy, Owns, StepContext
 from sherd.strategies.base import Strategy
 from sherd.strategies.crossing import Afterwards, gather_shares
-from sherd.strategies.local import Alone
+from sherd.strategies.local import Apart
 from sherd.strategies.registry import resolve
 
 log = logging.getLogger("sherd")
@@ -68,7 +68,7 @@ class Averaging(Strategy):
 
     def inner_policy(self, team: Communicator, device: torch.device) -> ExchangePolicy:
         """What the ranks of a team do."""
-        return Alone() if team.world == 1 else resolve(self.inner).policy(team, device)
+        return Apart() if team.world == 1 else resolve(self.inner).policy(team, device)
 
 
 class AveragingPolicy(ExchangePolicy):
@@ -82,7 +82,7 @@ class AveragingPolicy(ExchangePolicy):
         self._warmup = warmup
         self.home, self.owns, self.keeps = inner.home, inner.owns, inner.keeps
         self.accumulate_at = inner.accumulate_at
-        self.shard_over, self.bucket_bytes = inner.shard_over, inner.bucket_bytes
+        self.shard_over, self.bucket_bytes, self.merges = inner.shard_over, inner.bucket_bytes, inner.merges
         self.drift = Drift()
         self._alone = False  # whether there is only one team
         self._sums_over_all = False

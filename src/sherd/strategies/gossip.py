@@ -22,11 +22,11 @@ from sherd.engine.parameters.mesh import Teams
 from sherd.engine.policy import Drift, ExchangePolicy, StepContext
 from sherd.layout.topology import TOPOLOGIES, check_matrix, read_matrix, topology_of
 from sherd.strategies.base import Strategy
-from sherd.strategies.local import Alone
+from sherd.strategies.local import Apart
 from sherd.strategies.registry import register
 
 
-class GossipPolicy(Alone):
+class GossipPolicy(Apart):
     """Gradients stay on their rank; parameters are mixed with those of neighbours after an update."""
 
     def __init__(self, options: Gossip, device: torch.device) -> None:

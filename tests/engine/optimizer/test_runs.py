@@ -96,8 +96,9 @@ def kinds():
 def test_random_programs_have_the_bits_of_torch(case, dtype, data, shapes, world, bucket_numel):
     size = range(len(shapes))
     some = st.lists(st.sampled_from(size), max_size=len(shapes) // 2)
-    # In bf16 the foreach SGD rounds in another way if any tensor of a group has no momentum yet.
-    even = case[0] is optim.SGD and dtype is torch.bfloat16
+    # torch's foreach SGD multiplies momentum by `_foreach_mul_`, but by `mul_` while any tensor of the step has none.
+    # In bf16 these two round differently, so its bits depend on which other tensors are stepped, and so on the owner.
+    even = case[0] is optim.SGD and bool(case[1].get("foreach")) and dtype is torch.bfloat16
     rare = [] if even else bearable(case, data.draw(some, label="rare"))
     frozen = [] if even else bearable(case, data.draw(some, label="frozen"))
     parameters = new_parameters(shapes, dtype)

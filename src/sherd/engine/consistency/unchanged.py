@@ -101,10 +101,15 @@ class Unchanged:
                 different.add(member)
         return different
 
-    def check(self) -> None:
-        """Find what was edited; raise if a parameter was replaced, or its dtype or shape has changed. Local."""
+    def check(self, closely: bool = True) -> None:
+        """Find what was edited; raise if a parameter was replaced, or its dtype or shape has changed. Local.
+
+        If it need not look `closely`, it finds what was moved.
+        """
         if self._registered() != self._ids:
             self._check_model()
+        if not closely and self._look_at_places() == self._places:
+            return
         suspects = self.check_kinds()
         if self._checksums:
             sums = self._sum(self._members)
@@ -246,7 +251,11 @@ class Unchanged:
     def _look(self) -> tuple[list[int], list[object]]:
         """The versions and places of the parameters."""
         with bypass_torch_function():
-            return [parameter._version for parameter in self._parameters], self._store.places(self._members)
+            return [parameter._version for parameter in self._parameters], self._look_at_places()
+
+    def _look_at_places(self) -> list[object]:
+        with bypass_torch_function():
+            return self._store.places(self._parameters)
 
     def _look_at_kinds(self) -> list[Kind]:
         with bypass_torch_function():
@@ -297,11 +306,11 @@ class Unchanged:
     def _note_registries(self) -> None:
         """Every dict of the model in which parameters or modules are registered, and the identities of their values."""
         modules = self._inventory.model.modules()
-        self._registries = [registry for module in modules for registry in (module._parameters, module._modules)]
+        self._registries: list[dict[str, Any]] = [each for m in modules for each in (m._parameters, m._modules)]
         self._ids = self._registered()
 
     def _registered(self) -> list[int]:
-        return [*map(id, chain.from_iterable(registry.values() for registry in self._registries))]
+        return [*map(id, chain.from_iterable(map(dict[str, Any].values, self._registries)))]
 
     def _refuse(self, name: str, what: str, fix: str) -> None:
         raise SherdError(f"rank {self._comm.number}: parameter {name!r} {what}; {fix}")

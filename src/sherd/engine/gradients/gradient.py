@@ -76,7 +76,8 @@ class LossWeights:
     def __init__(self, loss_reduction: str, length: int) -> None:
         self._mean = loss_reduction == "mean"
         self._length = length
-        self._next: float | None = None
+        self.pending: float | None = None
+        """The weight of the next backward, if it was set."""
         self.forget()
 
     def forget(self) -> None:
@@ -90,18 +91,9 @@ class LossWeights:
         self._entered: float | None = None
         self._counted = False  # whether the ranks have agreed on a contribution
 
-    @property
-    def pending(self) -> float | None:
-        """The weight of the next backward, if it was set."""
-        return self._next
-
-    @pending.setter
-    def pending(self, weight: float | None) -> None:
-        self._next = weight
-
     def enter(self) -> float:
         """A backward begins; return the factor for its contributions."""
-        weight, self._next = self._next, None
+        weight, self.pending = self.pending, None
         if self.weighed not in (None, weight is not None):
             raise ConfigError(
                 "some backwards of one step were weighed and others not; call sherd.weigh(model, n) before each of them"
@@ -122,7 +114,7 @@ class LossWeights:
         It includes the loader's share of the batch. Sums and weights already reflect the size of a batch, but not that
         it is only a repeated one, which counts as zero.
         """
-        weight = self._entered if self._next is None else self._next
+        weight = self._entered if self.pending is None else self.pending
         part = batch_weight.current()
         if weight is None and self._mean:
             return part
@@ -157,9 +149,9 @@ class LossWeights:
     @property
     def of_loss(self) -> tuple[float, bool]:
         """How much this rank's loss counts, with or without a backward, and whether that is a weight."""
-        if self._next is None and self.weighed:
+        if self.pending is None and self.weighed:
             return self.own, True
-        return self.current, self._next is not None
+        return self.current, self.pending is not None
 
     def loss(self, total: float, weight: float, weighing: float, world: int) -> float:
         """The loss over all ranks: `total` sums their losses times `of_loss`, and `weight` sums their weights."""
@@ -310,9 +302,11 @@ class Trained:
 
     def thawed(self) -> list[TrackedParameter]:
         """Parameters that require a gradient and are not trained yet."""
+        frozen = self._buckets.frozen
+        if not frozen:
+            return []
         with bypass_torch_function():
-            frozen = [member for bucket in self.buckets.frozen for member in bucket.members]
-            found = {member for member in frozen if member.parameter.requires_grad}
+            found = {member for bucket in frozen for member in bucket.members if member.parameter.requires_grad}
         return [member for member in self.inventory.members if member in found] if found else []
 
     def train(self, members: Sequence[TrackedParameter], elsewhere: Iterable[str] = ()) -> None:

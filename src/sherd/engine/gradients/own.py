@@ -1,8 +1,8 @@
 """Gradients that stay on their rank: autograd leaves them in `p.grad`, and the optimizer steps from there.
 
 For steps whose gradients are not summed: all steps of a world of one, and those of a strategy that averages parameters
-instead. There are no hooks, and nothing is collective. An update reads small gradients from flat memory, into which
-they are copied together; a gradient that has a bucket to itself is read where it is.
+instead. There are no hooks, and nothing is collective. Where the policy merges, an update reads gradients from flat
+memory, into which they are copied together; one that has a bucket to itself is read where it is.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class OwnGradients(GradientPath):
             gradient.unclip()
         if members := trained.thawed():
             trained.train(members)
-        if batch_weight.current() == 1.0 and all(_plain(gradient) for gradient in trained.gradients):
+        if batch_weight.current() == 1.0 and all(map(_plain, trained.gradients)):
             return
         with bypass_torch_function():
             for gradient, buckets in trained.parts:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
 from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from sherd.engine.buckets.bucket import Bucket
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.optimizer.elementwise import merging_unit
+from sherd.engine.optimizer.groups import Groups
 from sherd.engine.optimizer.inner import (
     hyper_parameters,
     inherited,
@@ -36,7 +36,7 @@ from sherd.engine.optimizer.inner import (
 )
 from sherd.engine.optimizer.portions import FlatState, Loaded, Portion, State
 from sherd.engine.optimizer.runs import Counters, Part, Run, find_runs, parts_of
-from sherd.engine.optimizer.shown import ShownState, same
+from sherd.engine.optimizer.shown import ShownState
 from sherd.engine.optimizer.state import cut_state, gather_state, put_state, state_bytes
 from sherd.errors import ConfigError, SherdError
 from sherd.layout.placement import BLOCK, padded
@@ -57,9 +57,6 @@ whole list in each pass. Stepping a few chunks per call would help foreach, but 
 in a group."""
 
 
-_PARAMETERS = itemgetter("params")
-
-
 class Condition(enum.Enum):
     """Whether the parameters and the state that a shard keeps belong together."""
 
@@ -76,6 +73,8 @@ class OptimizerShard:
     not stepped until they are trained.
     """
 
+    reads_sums = True
+    """Whether `step` reads the gradient from `owned_sum` of its buckets; else from `p.grad`."""
     takes_closure = False
     """Whether `step` may call the closure more than once, as LBFGS does."""
     needs_closure = False
@@ -100,16 +99,12 @@ class OptimizerShard:
         self.gathers_state = owner is not None
         """Whether `state_dict` is collective."""
         self._chunk_numel = chunk_numel
-        self._known: set[Tensor] = set(known)
+        self._users = Groups(optimizer, known)
         self._parts: dict[TrackedParameter, Part] = {}  # in the order of their memory
-        self._members: dict[Tensor, TrackedParameter] = {}
         self._rest: dict[Any, Any] = {}  # state of what is not trained, and what belongs to no parameter
         self._flats = FlatState()
         self._runs: list[Run] = []
         self._counters = Counters([], self._flats)
-        self._groups: dict[Tensor, int] = {}
-        self._grouped: list[list[Tensor]] = []
-        self._frozen: list[Tensor] = []  # in a group, but not trained: without a gradient torch skips them
         self._used: list[bool] = []
         self._shown = ShownState(optimizer)
         self._stale = True  # whether the runs must be found again
@@ -123,19 +118,12 @@ class OptimizerShard:
     def follow(self, buckets: BucketList) -> None:
         """Step the parameters in these buckets from now on; parameters may only be added."""
         self._buckets = buckets
-        # A shard that is made for itself, without an engine, has all of them.
-        ours = {member for member in buckets.parameters if member.bucket.optimizer in (None, self._optimizer)}
-        self._others: dict[Tensor, TrackedParameter] = {m.parameter: m for m in buckets.parameters if m not in ours}
-        joined: dict[Tensor, TrackedParameter] = {
-            m.parameter: m for m in buckets.parameters if m in ours and m.parameter not in self._members
-        }
-        self._members.update(joined)
+        joined = self._users.follow(buckets)
         new = {member.bucket for member in joined.values()}
         owners = {b: None if self._owner is None else b.described.owner_of(self._owner) for b in buckets.buckets}
         parts = (part for b in buckets.buckets if b in new for part in parts_of(b, owners[b]))
         self._parts.update({part.member: part for part in parts})
         self._take({}, {p: self._rest.pop(p) for p in joined if p in self._rest})  # loaded while frozen
-        self._grouped = []
         self._read_users_object()
 
     # ---------------------------------------------------------------- a step
@@ -233,7 +221,7 @@ class OptimizerShard:
                 whole |= gather_state(its[0].comm, its, self._parts, self._rest)[0]
         state: dict[Any, Any] = {}
         for parameter in (parameter for group in self._optimizer.param_groups for parameter in group["params"]):
-            member = self._members.get(parameter)
+            member = self._users.members.get(parameter)
             if kept := self._rest.get(parameter) if member is None else whole.get(member):
                 state[parameter] = kept
         return {**state, **other}
@@ -277,7 +265,7 @@ class OptimizerShard:
         # As at the end of torch's load_state_dict: classes convert the state of older versions there.
         self.condition = Condition.CLEAN
         every = [(part, Loaded(part.value, None, part.state)) for part in self._all()]
-        inner = self._inner((self._groups[part.member.parameter], part.member, each) for part, each in every)
+        inner = self._inner((self._users.of[part.member.parameter], part.member, each) for part, each in every)
         inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
         for part, each in every:
             part.state = inner.state.pop(each.value, {})
@@ -286,7 +274,7 @@ class OptimizerShard:
 
     def _all(self) -> list[Part]:
         """The parts that are in a group."""
-        return [part for part in self._parts.values() if part.member.parameter in self._groups]
+        return [part for part in self._parts.values() if part.member.parameter in self._users.of]
 
     def kept(self) -> Iterable[Part]:
         """What this owner keeps, by parameter."""
@@ -311,7 +299,7 @@ class OptimizerShard:
         found: list[tuple[dict[str, Any], list[Tensor]]] = [(group, []) for group in self._optimizer.param_groups]
         for part in self._all():
             if not part.state:
-                found[self._groups[part.member.parameter]][1].append(part.value)
+                found[self._users.of[part.member.parameter]][1].append(part.value)
         return found
 
     def state_entries(self) -> int:
@@ -322,12 +310,7 @@ class OptimizerShard:
 
     def _read_users_object(self) -> None:
         """Take over changes to the user's object since the last time: groups, parameters, state."""
-        groups = self._optimizer.param_groups
-        known = len(groups) == len(self._grouped) and all(map(same, map(_PARAMETERS, groups), self._grouped))
-        if not known or any(parameter.requires_grad for parameter in self._frozen):
-            self._group(groups)
-            self._grouped, self._stale = [list(group["params"]) for group in groups], True
-            self._frozen = [each for each in chain.from_iterable(self._grouped) if each not in self._members]
+        self._stale |= self._users.read()
         state = self._optimizer.state
         if self._owner is not None:
             if state:
@@ -335,33 +318,14 @@ class OptimizerShard:
                 state.clear()
         elif self._shown.changed(self._counters):
             self._take({}, self._shown.replaced(self._parts.values()))
-            self._rest = {key: value for key, value in state.items() if key not in self._members}
+            self._rest = {key: value for key, value in state.items() if key not in self._users.members}
             self._stale = True
-
-    def _group(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        self._groups = {}
-        for index, group in enumerate(groups):
-            for position, parameter in enumerate(group["params"]):
-                if parameter in self._others:
-                    raise ConfigError(
-                        f"group {index} of {self._kind.__name__} has parameter {self._others[parameter].name!r}, which "
-                        f"another optimizer had at sherd.distribute; leave it there, and set its lr in both to change "
-                        f"which one trains it"
-                    )
-                if parameter in self._members:
-                    self._groups[parameter] = index
-                elif parameter not in self._known and parameter.requires_grad:
-                    raise ConfigError(
-                        f"the optimizer's group {index} has at position {position} a parameter of shape "
-                        f"{tuple(parameter.shape)} that was not distributed; the optimizer's parameters must belong "
-                        f"to the distributed model: build it from model.parameters()"
-                    )
 
     def _find_runs(self) -> None:
         used = [member.used for member in self._parts]
         if self._stale or used != self._used:
             parts = self._parts.values()
-            self._runs = find_runs(parts, self._groups, self._units, self._flats, self._chunk_numel)
+            self._runs = find_runs(parts, self._users.of, self._units, self._flats, self._chunk_numel)
             self._counters = Counters(self._runs, self._flats)
             self._used, self._stale = used, False
 
@@ -371,13 +335,13 @@ class OptimizerShard:
         found: list[tuple[Part, State]] = []
         for key, values in state.items():
             parameter = parameters.get(key, key)
-            member = self._members.get(parameter)
+            member = self._users.members.get(parameter)
             if member is None:
                 self._rest[parameter] = deepcopy(values)
             elif member in self._parts and (values or self._owner is None):
                 found.append((self._parts[member], values))
         cuts = (
-            (p, cut_state(p, kept, groups[self._groups.get(p.member.parameter, 0)] if cast else None))
+            (p, cut_state(p, kept, groups[self._users.of.get(p.member.parameter, 0)] if cast else None))
             for p, kept in found
         )
         for part, cut in cuts if cast else list(cuts):  # a list, since the user may have exchanged what we have

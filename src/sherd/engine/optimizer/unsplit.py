@@ -1,4 +1,5 @@
-"""The user's optimizer itself, for what is not elementwise: it steps whole parameters, which this rank must have."""
+"""The user's optimizer itself, stepping whole parameters, which this rank must have: for what is not elementwise, and
+where gradients stay in `p.grad`."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from sherd.comm import Communicator
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.optimizer.elementwise import why_not_elementwise
+from sherd.engine.optimizer.groups import Groups
 from sherd.engine.optimizer.inner import step_unhooked
 from sherd.engine.optimizer.runs import Part
 from sherd.engine.optimizer.shard import OptimizerShard
@@ -22,24 +24,33 @@ class UnsplitOptimizer:
     """Steps every parameter on every rank, from `p.grad`, with its state in the user's object."""
 
     gathers_state = False
-    takes_closure = True
+    reads_sums = False
 
-    def __init__(self, optimizer: Optimizer, buckets: BucketList) -> None:
+    def __init__(
+        self, optimizer: Optimizer, buckets: BucketList, takes_closure: bool, known: Iterable[nn.Parameter] = ()
+    ) -> None:
         self._optimizer = optimizer
+        self._users = Groups(optimizer, known)
         self._kind = type(optimizer)
-        self._buckets = buckets
+        self.takes_closure = takes_closure
+        self.follow(buckets)
         closure = inspect.signature(self._kind.step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is closure.empty
 
     def follow(self, buckets: BucketList) -> None:
         """Step the parameters in these buckets from now on."""
         self._buckets = buckets
+        self._users.follow(buckets)
+        self._parameters = [member.parameter for member in buckets.parameters]
+        self._homes = [member.home.data_ptr() for member in buckets.parameters]
 
     def step(self, closure: Any = None) -> Any:
         """One update, in which the closure may be called several times."""
+        self._users.read()
         loss = step_unhooked(self._optimizer, self._kind, *(() if closure is None else (closure,)))
-        for member in self._buckets.parameters:
-            member.settle()  # p.data = p.data - ...
+        if [parameter.data_ptr() for parameter in self._parameters] != self._homes:
+            for member in self._buckets.parameters:
+                member.settle()  # p.data = p.data - ...
         return loss
 
     def whole_state(self, comm: Communicator) -> dict[Any, Any]:
@@ -77,9 +88,11 @@ Updater = OptimizerShard | UnsplitOptimizer
 
 
 def updater_for(
-    optimizer: Optimizer, buckets: BucketList, owner: int | None, known: Iterable[nn.Parameter] = ()
+    optimizer: Optimizer, buckets: BucketList, owner: int | None, merges: bool, known: Iterable[nn.Parameter] = ()
 ) -> Updater:
-    """What steps the parameters of `owner`, or everything."""
-    if owner is None and why_not_elementwise(optimizer):
-        return UnsplitOptimizer(optimizer, buckets)
+    """What steps the parameters of `owner`, or everything; where that is elementwise and `merges`, in runs."""
+    if owner is None:
+        elementwise = not why_not_elementwise(optimizer)
+        if not (elementwise and merges):
+            return UnsplitOptimizer(optimizer, buckets, takes_closure=not elementwise, known=known)
     return OptimizerShard(optimizer, buckets, owner, known)

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sherd.comm import Communicator
 from sherd.engine.buckets.bucket import Bucket
@@ -81,9 +81,9 @@ class ParameterStore(ABC):
         """An update failed."""
         self.state = Holding.HELD
 
-    def places(self, members: Members) -> list[object]:
+    def places(self, parameters: Iterable[nn.Parameter]) -> list[object]:
         """A value for each parameter that changes when it is moved."""
-        return [member.parameter.data_ptr() for member in members]
+        return [parameter.data_ptr() for parameter in parameters]
 
     def bytes(self) -> int:
         """Bytes that this rank allocated for parameters; a shared store counts once, on the first rank of a host."""

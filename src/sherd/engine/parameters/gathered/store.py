@@ -85,9 +85,8 @@ class GatheredStore(ParameterStore):
         except (NotImplementedError, RuntimeError):  # no address: sparse, or wrapped by a transform
             return None
 
-    def places(self, members: Members) -> list[object]:
-        with bypass_torch_function():
-            return [self._place(member.parameter) for member in members]
+    def places(self, parameters: Iterable[nn.Parameter]) -> list[object]:
+        return [self._place(parameter) for parameter in parameters]
 
     def _place(self, parameter: nn.Parameter) -> object:
         bucket = self.bucket_of(parameter)
