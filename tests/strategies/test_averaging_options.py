@@ -119,4 +119,4 @@ def test_optimizers_that_cannot_follow(ranks):
         assert "LBFGS cannot be used under strategy='local-sgd': its state cannot be averaged" in state
         assert 'write average="parameters"' in state
         assert "it keeps torch.int32 for every element" in counts
-        assert "it has 2 trainable parameters, which cannot be cut into fragments=3" in fragments
+        assert "it has 2 trainable parameters, which cannot be cut into fragments=3; write fragments=2" in fragments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -144,7 +144,10 @@ class AveragingPolicy(ExchangePolicy):
         if s.step + 1 == self._warmup:
             self.restart(s.buckets, s.samples)
         elif self._meets(s):
-            gather_shares(self.meet(s))
+            written = list(self.meet(s))
+            gather_shares(written)
+            # One that `add_param_group` has given to another optimizer may still be exchanged with those of its first.
+            s = replace(s, buckets=tuple(dict.fromkeys((*s.buckets, *(bucket for bucket, _ in written)))))
         self._inner.after_update(s)
         self._note_drift(s.step)
 

@@ -73,7 +73,7 @@ class OuterPolicy(AveragingPolicy):
         if not self._alone:
             self._follow(buckets)
             for optimizer in dict.fromkeys(bucket.optimizer for bucket in buckets):
-                for fragment in self._fragments[optimizer]:
+                for fragment in self._fragments.get(optimizer, ()):
                     fragment.restart(samples)
 
     def _follow(self, buckets: Sequence[Bucket]) -> None:
@@ -93,13 +93,13 @@ class OuterPolicy(AveragingPolicy):
         self._known.update(new)
 
     def before_update(self, s: StepContext) -> None:
-        if len(s.buckets) > len(self._known) or not self._known.issuperset(s.buckets):
+        if not self._alone and not self._known.issuperset(s.buckets):
             self._follow(s.buckets)
         super().before_update(s)
 
     def meet(self, s: StepContext) -> Iterable[tuple[Bucket, Tensor]]:
         after, written = self.after_warmup(s.step), dict[Bucket, None]()
-        for number, fragment in enumerate(self._fragments[s.buckets[0].optimizer]):
+        for number, fragment in enumerate(self._fragments.get(s.buckets[0].optimizer, ())):
             starts = self._starts(after, number)
             if self._delay and self._starts(after - self._turn, number):
                 fragment.send_new()
@@ -125,8 +125,9 @@ class OuterPolicy(AveragingPolicy):
 
     def refuses(self, optimizer: Optimizer) -> str | None:
         trained = sum(p.requires_grad for group in optimizer.param_groups for p in group["params"])
-        if trained < self._count:
-            return f"it has {trained} trainable parameters, which cannot be cut into fragments={self._count}"
+        if 1 < self._count > trained:
+            most = f"write fragments={trained}" if trained > 1 else "leave fragments= out"
+            return f"it has {trained} trainable parameters, which cannot be cut into fragments={self._count}; {most}"
         return super().refuses(optimizer)
 
     def bytes(self) -> dict[str, int]:
