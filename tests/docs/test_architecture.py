@@ -102,7 +102,9 @@ def test_the_states_are_those_of_the_enums():
 def test_the_pictures_are_what_their_scripts_draw():
     for name in ("walk", "map_reduce"):
         script = ROOT / f"docs/images/{name}.py"
-        assert script.with_suffix(".svg").read_text() == runpy.run_path(str(script))["picture"](), f"run python {script}"
+        assert script.with_suffix(".svg").read_text() == runpy.run_path(str(script))["picture"](), (
+            f"run python {script}"
+        )
 
 
 def test_the_picture_shows_files_and_methods_that_exist(classes):
