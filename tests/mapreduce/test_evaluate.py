@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 import sherd
 from sherd import CommOptions
-from sherd.errors import ChunkFailed, ConfigError
+from sherd.errors import ChunkFailed, CommError, ConfigError
 from sherd.mapreduce.lock_step import LockStep
 
 SAMPLES, BATCH = 53, 4
@@ -342,6 +342,27 @@ def test_an_error_on_one_rank_is_raised_on_all(ranks, strategy, where):
     for text, training, after in ranks(2).run(failing, strategy, where):
         assert f"ZeroDivisionError: no {where}" in text and "on rank 1" in text and training
         assert after == accuracy, "and ranks are still in step"
+
+
+def failing_inside_a_forward():
+    """On rank 1 alone, while the others gather its parameters."""
+    model = sherd.distribute(network(), strategy=gathered())
+
+    def forward(model, batch):
+        if sherd.rank() == 1:
+            raise ZeroDivisionError("no forward")
+        return model(batch[0]), batch[1]
+
+    try:
+        sherd.evaluate(model, DataLoader(dataset(8), batch_size=2), METRICS, forward=forward)
+    except (ZeroDivisionError, CommError) as error:
+        return type(error).__name__, str(error)
+
+
+def test_a_forward_that_fails_in_lock_step_hangs_nobody(ranks):
+    (kind, text), failed = ranks(2).run(failing_inside_a_forward)
+    assert failed == ("ZeroDivisionError", "no forward"), "the rank that failed has its own error"
+    assert kind == "Diverged" and "sherd.evaluate, which failed with ZeroDivisionError: no forward" in text
 
 
 @pytest.mark.fake

@@ -282,7 +282,7 @@ class Communicator(ABC):
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave. Ranks that still need this one get an error that says so, and why. Safe to call twice."""
-        self.closed = True
+        self.closed, self.store = True, None
         self._close(error)
 
     @abstractmethod

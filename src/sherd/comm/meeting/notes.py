@@ -39,7 +39,8 @@ class Inquiry:
     of their own, and the caller waits for a bounded time. The store is dropped with this object, or when it is closed.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, limit: float = LIMIT) -> None:
+        self._limit = limit
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._open: _Question | None = None  # the last one that was not answered in time
         self.gone = False
@@ -64,7 +65,7 @@ class Inquiry:
         if not wait:
             return None
         # In two halves: for a job that was suspended meanwhile, the first is over at once, and the second remains.
-        if not asked.answered.wait(LIMIT / 2) and not asked.answered.wait(LIMIT / 2):
+        if not asked.answered.wait(self._limit / 2) and not asked.answered.wait(self._limit / 2):
             self._open = asked
             return None
         self.gone = self.gone or asked.gone

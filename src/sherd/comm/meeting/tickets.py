@@ -14,6 +14,7 @@ from torch.distributed import DistError, Store
 from sherd.comm.meeting.notes import Inquiry
 
 LARGEST = 1 << 62  # a number that anyone else wrote may be any
+PATIENCE = 10.0  # seconds: a number whose answer is not waited for is lost, and its work waits until the end
 ENDED = 1 << 40  # added to end the drawing; more tickets than that are never drawn
 
 
@@ -26,7 +27,7 @@ class Tickets:
         own: Any = store
         with contextlib.suppress(DistError):  # it is lost: then there are no tickets
             own = store.clone() if hasattr(store, "clone") else store
-        self._inquiry = Inquiry(own)
+        self._inquiry = Inquiry(own, PATIENCE)
 
     def draw(self) -> int | None:
         """The next number; None if there are no more, or the store does not answer."""
