@@ -55,12 +55,13 @@ def pytest_collection_finish() -> None:
 
 LONG = (
     "test_what_works.py",
-    "test_parity.py",
-    "test_launch.py",
     "test_two_machines.py",
+    "test_parity.py",
     "test_shard_over.py",
-    "test_examples.py",
-    "test_refused.py",
+    "test_recipes.py",
+    "test_several.py",
+    "test_snippets.py",
+    "test_launch.py",
 )
 """Files that come first, so that side by side none of them is left over at the end."""
 

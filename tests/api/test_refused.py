@@ -242,12 +242,17 @@ def refused(c, strategy, cases, steps=True):
 def refused_by_ranks(strategy, transport):
     with connected(transport) as c:
         sharded = SHARDED if strategy != "ddp" else {}
-        refused(c, strategy, {**ALWAYS, **TOGETHER, **sharded})
+        refused(c, strategy, {**ALWAYS, **TOGETHER, **sharded}, steps=transport == "host")
 
 
 @pytest.mark.parametrize(
     ("strategy", "transport"),
-    [("ddp", "host"), ("zero2", "host"), ("zero3", "host"), ("zero3", "c10d")],
+    [
+        ("ddp", "host"),
+        pytest.param("zero2", "host", marks=pytest.mark.fuzz),
+        ("zero3", "host"),
+        ("zero3", "c10d"),  # passed again, and not trained with: training is the same as above
+    ],
 )
 def test_what_is_refused_is_as_before_and_can_be_passed_again(ranks, strategy, transport):
     ranks(2).run(refused_by_ranks, strategy, transport)

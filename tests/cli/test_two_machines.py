@@ -64,7 +64,7 @@ def test_the_two_commands_of_the_readme(two, tmp_path):
         assert token not in stderr
 
 
-@pytest.mark.parametrize("torchrun", [False, True])
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.fuzz)])
 def test_ranks_that_others_start_find_the_interface_too(two, torchrun):
     """By torchrun, or by a scheduler that sets the variables: with a token, as a scheduler would hand it out."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -92,11 +92,6 @@ def test_without_a_token_the_interface_is_named_in_a_warning(two):
         assert ("port 29500 of all its interfaces" if number == 0 else "eth0 (10.0.0.3)") in warning
 
 
-def test_gloo_socket_ifname_wins_and_an_address_is_listened_at_alone(two):
-    results = both(two, "script.py", address="10.0.0.2", ranks=1, GLOO_SOCKET_IFNAME="eth0", SHERD_TOKEN="x" * 20)
-    assert [(stdout.count("eth0 1"), status) for stdout, _, status in finished(results)] == [(1, 0), (1, 0)]
-
-
 def test_ipv6(two):
     for number in (0, 1):
         address = ["ip", "address", "add", f"fd00::{number + 2}/64", "dev", "eth0", "nodad"]
@@ -105,13 +100,17 @@ def test_ipv6(two):
     assert [(stdout.count("eth0 1"), status) for stdout, _, status in results] == [(1, 0), (1, 0)], results
 
 
-def test_machines_may_have_different_numbers_of_ranks(two):
-    meeting = ["--nnodes", "2", "--master-addr", "host-a"]
-    processes = [two.run(n, *meeting, "--node-rank", str(n), "-n", str(n + 1), "script.py") for n in (0, 1)]
+def test_different_numbers_of_ranks_at_an_address_and_gloo_socket_ifname_wins(two):
+    meeting = ["--nnodes", "2", "--master-addr", "10.0.0.2"]
+    variables = {"GLOO_SOCKET_IFNAME": "eth0", "SHERD_TOKEN": "x" * 20}
+    processes = [
+        two.run(n, *meeting, "--node-rank", str(n), "-n", str(n + 1), "script.py", **variables) for n in (0, 1)
+    ]
     results = finished(processes)
     assert [status for *_, status in results] == [0, 0], results
     ranks = [[line.split()[0] for line in by_rank(stdout)] for stdout, *_ in results]
     assert ranks == [["0"], ["1", "2"]]
+    assert all("over eth0 (GLOO_SOCKET_IFNAME)" in stderr for _, stderr, _ in results)
 
 
 WAIT = "import time; time.sleep(600)"

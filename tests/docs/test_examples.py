@@ -61,6 +61,7 @@ def test_all_ranks_stop_early(ranks):
     assert ranks(2).run(main_of, DISTRIBUTED, STOPPING) == [expected, []]
 
 
+@pytest.mark.fuzz  # the script and the command are each tested in every run
 @pytest.mark.ranks
 def test_the_command_of_the_page_prints_it_too():
     ended = sherd("run", "-n", "2", DISTRIBUTED, "--strategy", "zero3", *CURVE)

@@ -19,6 +19,13 @@ CASES = every_case()
 
 @pytest.mark.parametrize("name", CASES)
 def test_case(ranks, name):
+    case = CASES[name]
+    verify(dataclasses.replace(case, strategies=case.often or case.strategies), ranks(2))
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.often])
+def test_case_that_takes_seconds_under_every_strategy(ranks, name):
     verify(CASES[name], ranks(2))
 
 

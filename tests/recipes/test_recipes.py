@@ -112,11 +112,19 @@ def test_a_copy_of_a_recipe_runs_by_itself(here):
     done = run(*COMMAND, "run", "--strategy", "zero1", "--events", "events", "mine.py", "--corpus", "fox.txt", *TINY)
     assert done.returncode == 0, done.stderr
     assert load("events").start["strategy"] == "zero1"
+    assert "It writes:" in done.stdout
+
+
+@pytest.mark.fuzz
+@pytest.mark.ranks
+def test_a_copy_of_a_recipe_runs_without_a_launcher(here):
+    shutil.copy(gpt.__file__, "mine.py")
     done = run(sys.executable, "mine.py", "--corpus", "fox.txt", *TINY, "--strategy", "ddp")
     assert done.returncode == 0, done.stderr
     assert "It writes:" in done.stdout
 
 
+@pytest.mark.fuzz  # as tests/cli/test_output.py shows of a small script
 @pytest.mark.ranks
 def test_a_copy_on_several_ranks_refuses_bad_input_once(here):
     shutil.copy(gpt.__file__, "mine.py")

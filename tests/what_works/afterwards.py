@@ -248,9 +248,6 @@ class Labelled(Dataset):
             return self.rows[index], self.model(self.rows[index]).clone()
 
 
-ENDS = ("ddp", "zero3")  # each spawned worker imports torch, which takes seconds
-
-
 def _with_workers(run, method):
     model, optimizer = _distributed(run)
     for x, _ in run.batches(1):
@@ -273,6 +270,7 @@ def forked_workers(run):
     "`DataLoader` workers, spawned",
     "they get a plain copy of the model",
     strategies=("ddp", "zero3"),
+    often=("zero3",),  # each worker imports torch, which takes seconds
 )
 def spawned_workers(run):
     return _with_workers(run, "spawn")

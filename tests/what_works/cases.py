@@ -24,6 +24,8 @@ from sherd.comm import Communicator
 from tests.helpers.training import STRATEGIES
 
 STEPS = 3
+ENDS = ("ddp", "zero3")
+"""The strategies that have least in common."""
 TIMEOUT = 20.0  # seconds that a rank waits for another; no refusal may take as long
 
 
@@ -92,6 +94,8 @@ class Case:
     """What holds then; for a refusal, what to write instead."""
     script: Script
     strategies: tuple[str, ...] = STRATEGIES
+    often: tuple[str, ...] = ()
+    """Of a case that takes seconds, the strategies in every run of the tests; `make fuzz` has all. (): all, always."""
     rtol: float | None = 1e-9
     """How near to the plain run tensors must be, relative to their largest element. None: it is not compared."""
     refusal: str | None = None
@@ -109,7 +113,7 @@ REGISTRY: dict[str, Case] = {}
 
 
 def case(section: str, title: str, note: str = "", **expected: Any) -> Callable[[Script], Script]:
-    """Register a script that must train as it does plainly. `expected`: `strategies`, `rtol`."""
+    """Register a script that must train as it does plainly. `expected`: `strategies`, `often`, `rtol`."""
 
     def register(script: Script) -> Script:
         _add(Case(section, title, note, script, **expected))

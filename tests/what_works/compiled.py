@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.helpers.training import loss_of, sgd, weights
-from tests.what_works.cases import case
+from tests.what_works.cases import ENDS, case
 
 SECTION = "torch.compile"
 TRACED = {"backend": "aot_eager", "fullgraph": True}
@@ -76,6 +76,7 @@ def seen(run, model, plain):
     "Blocks compiled before `distribute`",
     "`block.compile()` and `model.block = torch.compile(model.block)`; no graph breaks, and as many graphs as in plain "
     "torch",
+    often=ENDS,
 )
 def blocks_before(run):
     model = net()
@@ -85,7 +86,9 @@ def blocks_before(run):
     return {**weights(model), "graphs": graphs()}
 
 
-@case(SECTION, "Blocks compiled after `distribute`", "the same; a module that only wraps another is no change")
+@case(
+    SECTION, "Blocks compiled after `distribute`", "the same; a module that only wraps another is no change", often=ENDS
+)
 def blocks_after(run):
     model = net()
     model, optimizer = run.distribute(model, sgd(model))
@@ -94,7 +97,12 @@ def blocks_after(run):
     return {**weights(model), "graphs": graphs()}
 
 
-@case(SECTION, "`torch.compile(model)` passed to `distribute`", "evaluation between steps sees the new weights")
+@case(
+    SECTION,
+    "`torch.compile(model)` passed to `distribute`",
+    "evaluation between steps sees the new weights",
+    often=ENDS,
+)
 def model_before(run):
     plain = net()
     model = torch.compile(plain, **TRACED)
@@ -106,7 +114,7 @@ def model_before(run):
     return {**weights(model), **found, "graphs": graphs()}
 
 
-@case(SECTION, "`torch.compile(model)` after `distribute`", "the same, also after `load_state_dict`")
+@case(SECTION, "`torch.compile(model)` after `distribute`", "the same, also after `load_state_dict`", often=ENDS)
 def model_after(run):
     plain = net()
     start = {name: value.clone() for name, value in plain.state_dict().items()}
@@ -122,7 +130,10 @@ def model_after(run):
 
 
 @case(
-    SECTION, "A compiled training step", "a function of forward, `backward()` and `step()`; graphs break around sherd"
+    SECTION,
+    "A compiled training step",
+    "a function of forward, `backward()` and `step()`; graphs break around sherd",
+    often=ENDS,
 )
 def step_function(run):
     model = net()
@@ -141,7 +152,7 @@ def step_function(run):
     return {**weights(model), "losses": torch.stack(losses)}
 
 
-@case(SECTION, "Inductor", "torch's own compiler; tested where there is a C++ compiler")
+@case(SECTION, "Inductor", "torch's own compiler; tested where there is a C++ compiler", often=ENDS)
 def inductor(run):
     model = net()
     model, optimizer = run.distribute(model, sgd(model))

@@ -9,7 +9,7 @@ import torch
 
 import sherd
 from tests.helpers.training import weights
-from tests.what_works.cases import STEPS, case, refused
+from tests.what_works.cases import ENDS, STEPS, case, refused
 
 SECTION = "Hugging Face transformers"
 TOKENS = 40
@@ -142,22 +142,29 @@ def trains_and_writes(run, make):
     return {**weights(model), **after}
 
 
-@case(SECTION, "GPT-2", "its head is its embedding, and stays it; `generate()` writes what a plain twin writes")
+@case(
+    SECTION,
+    "GPT-2",
+    "its head is its embedding, and stays it; `generate()` writes what a plain twin writes",
+    often=ENDS,
+)
 def gpt2_trains_and_writes(run):
     return trains_and_writes(run, gpt2)
 
 
-@case(SECTION, "Llama", "rotary buffers, grouped queries; `generate()` as above")
+@case(SECTION, "Llama", "rotary buffers, grouped queries; `generate()` as above", often=ENDS)
 def llama_trains_and_writes(run):
     return trains_and_writes(run, llama)
 
 
-@case(SECTION, "T5", "encoder, decoder and head share one embedding; `generate()` as above")
+@case(SECTION, "T5", "encoder, decoder and head share one embedding; `generate()` as above", often=ENDS)
 def t5_trains_and_writes(run):
     return trains_and_writes(run, t5)
 
 
-@case(SECTION, "Mixtral", "experts that see different numbers of tokens on each rank; `generate()` as above")
+@case(
+    SECTION, "Mixtral", "experts that see different numbers of tokens on each rank; `generate()` as above", often=ENDS
+)
 def mixtral_trains_and_writes(run):
     return trains_and_writes(run, mixtral)
 

@@ -188,7 +188,11 @@ sherd.print(json.dumps([sherd.world(), mean, sherd.gather(sherd.rank()), sherd.b
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("launcher", "world"),
-    [([], 1), (["-m", "sherd.cli", "run", "-n", "2"], 2), (["-m", "torch.distributed.run", "--nproc-per-node=2"], 2)],
+    [
+        ([], 1),
+        pytest.param(["-m", "sherd.cli", "run", "-n", "2"], 2, marks=pytest.mark.fuzz),  # sets what torchrun sets
+        (["-m", "torch.distributed.run", "--nproc-per-node=2"], 2),
+    ],
 )
 def test_helpers_need_no_distribute_and_no_launcher(tmp_path, launcher, world):
     (tmp_path / "script.py").write_text(EVERYWHERE)

@@ -90,10 +90,27 @@ def kinds():
             yield pytest.param(case, dtype, id=f"{name}-{dtype}")
 
 
+some_programs = given(
+    data=st.data(), shapes=SHAPES, world=st.integers(1, 4), bucket_numel=st.sampled_from((600, 5000, 1 << 20))
+)
+
+
 @pytest.mark.parametrize(("case", "dtype"), [*kinds()])
-@settings(max_examples=4, deadline=None)
-@given(data=st.data(), shapes=SHAPES, world=st.integers(1, 4), bucket_numel=st.sampled_from((600, 5000, 1 << 20)))
+@settings(max_examples=2)
+@some_programs
 def test_random_programs_have_the_bits_of_torch(case, dtype, data, shapes, world, bucket_numel):
+    check_program(case, dtype, data, shapes, world, bucket_numel)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize(("case", "dtype"), [*kinds()])
+@settings(max_examples=30)
+@some_programs
+def test_many_programs_have_the_bits_of_torch(case, dtype, data, shapes, world, bucket_numel):
+    check_program(case, dtype, data, shapes, world, bucket_numel)
+
+
+def check_program(case, dtype, data, shapes, world, bucket_numel):
     size = range(len(shapes))
     some = st.lists(st.sampled_from(size), max_size=len(shapes) // 2)
     # torch's foreach SGD multiplies momentum by `_foreach_mul_`, but by `mul_` while any tensor of the step has none.

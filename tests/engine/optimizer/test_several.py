@@ -257,10 +257,14 @@ def whole(step):
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
-def on_ranks(name, strategies):
+ALL = tuple(itertools.product(LOOPS, (1, K), (None, 0.3)))
+SOME = ALL[::3]  # every loop, and every length with and without clipping
+
+
+def on_ranks(name, strategies, programs):
     with connected() as c:
         mine = lambda step: batch(c.rank, step, dtype=torch.float64)  # noqa: E731
-        for loop, length, clip in itertools.product(LOOPS, (1, K), (None, 0.3)):
+        for loop, length, clip in programs:
             expected = run(Plain(PAIRS[name], length, clip), loop, whole, 13)
             for where in ("rank", "owner"):
                 found = {}
@@ -274,11 +278,17 @@ def on_ranks(name, strategies):
 
 @pytest.mark.parametrize("name", CUT)
 def test_every_strategy_trains_as_one_process_on_the_whole_batch(ranks, name):
-    ranks(WORLD).run(on_ranks, name, STRATEGIES)
+    ranks(WORLD).run(on_ranks, name, STRATEGIES, SOME)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name", CUT)
+def test_every_program_under_every_strategy_trains_as_one_process(ranks, name):
+    ranks(WORLD).run(on_ranks, name, STRATEGIES, ALL)
 
 
 def test_muon_and_adamw_train_under_ddp(ranks):
-    ranks(WORLD).run(on_ranks, "muon_and_adamw", ("ddp",))
+    ranks(WORLD).run(on_ranks, "muon_and_adamw", ("ddp",), ALL)
 
 
 def random_programs(name, seeds):
