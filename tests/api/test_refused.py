@@ -17,10 +17,9 @@ import sherd
 from sherd import ConfigError, Diverged, SherdError
 from sherd.api import apply
 from sherd.comm import SoloCommunicator
-from sherd.engine import assembly
+from sherd.engine import assembly, engine
 from sherd.engine.engine import Engine
 from sherd.engine.modules.buffers import BufferSync
-from sherd.engine.parameters.store import ParameterStore
 from tests.helpers.processes import descriptors
 from tests.helpers.training import connected, same, weights
 
@@ -194,7 +193,7 @@ POINTS = [
     (apply.data.Sharding, "apply"),
     (Engine, "take_over"),
 ]
-LATE = [(ParameterStore, "from_leader"), (BufferSync, "__init__"), (apply.data, "announce")]
+LATE = [(engine, "from_leader"), (BufferSync, "__init__"), (apply.data, "announce")]
 """Where rank 0's values have been taken over already."""
 
 

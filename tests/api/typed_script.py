@@ -38,7 +38,8 @@ def distributed(net: Net, adamw: AdamW, sgd: SGD, loader: DataLoader[tuple[Tenso
 def options(net: Net, optimizer: Optimizer) -> None:
     sherd.distribute(net, strategy=sherd.ZeRO(stage=2), comm=sherd.CommOptions(timeout=60.0))
     sherd.distribute(net, accumulate_at="owner", nonfinite="raise", loss_reduction="sum", sync_buffers="leader")
-    sherd.distribute(net, bucket_bytes=None, check="edits", iterable="split")
+    sherd.distribute(net, bucket_bytes=None, check="edits", iterable="split", groups={"experts.0.*": [0, 1]})
+    sherd.distribute(net, groups={"experts.0.*": 1})  # error
     sherd.distribute(net, strategy="zero4")  # error
     sherd.distribute(net, clip_nrom=1.0)  # error
     sherd.distribute(net, clip_norm="1")  # error

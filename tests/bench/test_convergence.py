@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 import pytest
 from benchmarks import convergence
+from benchmarks.line_plot import Curve, line_plot
 
 
 @pytest.mark.ranks
-def test_a_small_comparison(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(convergence, "TUNED", tmp_path / "rate.json")
-    (tmp_path / "rate.json").write_text(json.dumps({"outer_lr": 0.5}))
-    arguments = argparse.Namespace(
-        only=["ddp", "diloco"], steps=9, every=4, ranks=2, seed=0, evaluations=3, into=tmp_path, pictures=tmp_path
-    )
-    convergence.compare(arguments)
-    _, ddp, diloco = (tmp_path / "convergence.txt").read_text().splitlines()[1:]
-    assert "outer lr 0.5" in capsys.readouterr().out
-    assert float(ddp.split()[-1]) == 1.0
-    assert float(diloco.split()[-1]) == pytest.approx(9 / 3, rel=0.02)  # a summed step and two exchanges
-    assert "polyline" in (tmp_path / "convergence-diloco.svg").read_text()
+def test_a_few_steps_of_every_strategy(monkeypatch):
+    monkeypatch.setattr(convergence, "RANKS", 2)
+    monkeypatch.setattr(convergence, "EVERY", 4)
+    arguments = argparse.Namespace(steps=8, look_every=4)
+    found = {
+        name: convergence.run(strategy, 0, arguments) for name, strategy in convergence.strategies(8, 0.7).items()
+    }
+    assert all([step for step, _ in each.held_out] == [4, 8] for each in found.values())
+    ddp, diloco, gossip = (found[name].payload for name in ("ddp", "diloco", "gossip"))
+    assert ddp == pytest.approx(4 * diloco, rel=0.01), "two exchanges of parameters, eight of gradients"
+    assert ddp == pytest.approx(2 * diloco * 2) and 0 < gossip <= ddp
 
 
 @pytest.mark.pure
-def test_the_rate_rises_and_falls():
-    rates = [convergence.rate(step, 1000) for step in range(1000)]
-    assert max(rates) == pytest.approx(1.0, abs=0.01) and rates.index(max(rates)) < 60
-    assert rates[0] == pytest.approx(1 / 50) and rates[-1] == pytest.approx(0.1, abs=0.01)
+def test_a_plot_has_every_curve_and_its_name():
+    picture = line_plot("Losses", "steps", "loss", [Curve("a < b", [(0, 3.0), (10, 1.0)]), Curve("c", [(0, 2.0)])])
+    assert picture.count("<polyline") == 2 and "a &lt; b" in picture and picture.startswith("<svg")
+    with pytest.raises(ValueError, match="no points"):
+        line_plot("Losses", "steps", "loss", [])

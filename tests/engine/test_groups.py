@@ -7,11 +7,13 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 
 import sherd
 from sherd import ConfigError, Diverged
 from sherd.api.training import training_of
 from sherd.engine.contents import Role, pieces
+from sherd.engine.gradients.round import MAX_WAITING, Round
 from tests.engine.experts import (
     ACROSS,
     CLIP,
@@ -351,6 +353,61 @@ def test_buffers_and_unfreezing(ranks, strategy):
 def weights_of_expert(rank):
     mine = rank // 2
     return {name: value for name, value in weights(Experts(seed=2 * mine)).items() if f"experts.{mine}." in name}
+
+
+class Chain(nn.Module):
+    """Many buckets, and an expert at the end of them or before."""
+
+    def __init__(self, held=(0, 1)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(11, 11) for _ in range(MAX_WAITING))
+        made = [nn.Linear(11, 11) for _ in range(2)]
+        self.experts = nn.ModuleDict({str(index): made[index] for index in held})
+        self.double()
+
+    def forward(self, x, expert, first):
+        x = self.experts[str(expert)](x) if first else x
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x if first else self.experts[str(expert)](x)
+
+
+def chained(model, rank, step):
+    """In step 1 the gradients of expert 0 come last, on the ranks that hold it."""
+    x = torch.randn(3, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+    return model(x, expert_of(rank), step == 1 and rank < 2).square().mean()
+
+
+def late(strategy):
+    lates = []
+    with connected() as c, pytest.MonkeyPatch.context() as patch:
+        flush = Round.flush_late
+        patch.setattr(Round, "flush_late", lambda self, its, op: (lates.append(len(its)), flush(self, its, op)))
+        model = Chain([expert_of(c.rank)])
+        model, optimizer = sherd.distribute(
+            model, sgd(model), strategy=strategy, comm=c, groups=HALVES, bucket_bytes=1024
+        )
+        for step in range(3):
+            chained(model, c.rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return lates, weights(model)
+
+
+def test_late_gradients_of_one_group_concern_all(ranks):
+    model = Chain()
+    optimizer = sgd(model)
+    for step in range(3):
+        for rank in range(WORLD):
+            (chained(model, rank, step) / WORLD).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = weights(model)
+    for strategy in ("ddp", "zero2"):
+        for rank, (lates, values) in enumerate(ranks(WORLD).run(late, strategy)):
+            assert len(lates) == 1 and (lates[0] > 0) == (rank < 2), (strategy, rank, lates)
+            close(values, {name: expected[name] for name in values}, (strategy, rank))
 
 
 def refused():

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sherd.engine.buckets.bucket import Bucket
 from sherd.engine.engine import Engine, Update
 from sherd.engine.policy import StepContext
 from sherd.errors import SherdError
@@ -53,13 +54,21 @@ def consensus(engine: Engine) -> Iterator[None]:
 
 def distance(engine: Engine) -> float:
     """How far this rank's team is from the consensus: the 2-norm of the difference, over all parameters. Collective."""
-    mine = _copies(bucket.values.owned for bucket in engine.buckets.buckets)
+    owner = engine.comm.rank if engine.store.updates_slices else None
+    owned = [bucket.values.owned[place] for bucket in engine.buckets.buckets for place in _elements(bucket, owner)]
+    mine = _copies(owned)
     with consensus(engine):
         squared = sum(float((now - before).double().square().sum()) for now, before in mine)
-    share = 1 if engine.store.updates_slices else engine.comm.world  # without slices, every rank has all of it
-    with engine.comm.counters.agreeing():
+    share = engine.comm.world if owner is None else 1  # without slices, every rank has all of it
+    with engine.comm.counters.agreeing(), engine.comm.counters.between_steps():
         total = engine.comm.all_reduce(torch.tensor([squared / share], dtype=torch.float64)).wait()
     return float(total.sqrt())
+
+
+def _elements(bucket: Bucket, owner: int | None) -> Iterator[slice]:
+    """Where parameters are in what this rank owns of a bucket, without the padding between them."""
+    for _, segment in bucket.segments(owner):
+        yield slice(segment.offset, segment.offset + segment.numel)
 
 
 def _replace(engine: Engine, s: StepContext, label: str, change: Callable[[], None]) -> None:

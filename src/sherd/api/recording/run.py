@@ -57,7 +57,7 @@ def _beginning(plan: Plan, comm: Communicator) -> dict[str, Any]:
     layout = training.engine.layout
     batch = plan.shardings[0].batch if plan.shardings else None
     accumulate = plan.options.accumulate
-    frozen = sum(member.entry.numel for bucket in training.engine.buckets.frozen for member in bucket.members)
+    frozen = sum(each.entry.numel for each in training.engine.buckets.asleep)
     return {
         "world": comm.world,
         "strategy": plan.strategy.name,
