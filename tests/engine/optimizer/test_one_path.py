@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import io
 
+import pytest
 import torch
 from torch import nn, optim
 
 import sherd
 from sherd.engine.optimizer.shard import OptimizerShard
 from sherd.engine.optimizer.unsplit import UnsplitOptimizer
+from sherd.errors import SherdError
 from tests.helpers.training import (
     STRATEGIES,
     all_same,
@@ -151,3 +153,44 @@ def channels_last():
 
 def test_state_has_the_memory_order_of_its_parameter(ranks):
     ranks(2).run(channels_last)
+
+
+@pytest.mark.fake
+@pytest.mark.parametrize("fused", [False, True])
+def test_in_a_world_of_one_the_users_own_optimizer_steps(fused):
+    """The loop of plain torch, with closures inside a window and a parameter that is moved."""
+    plain = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 2))
+    model = copy.deepcopy(plain)
+    theirs, ours = (optim.AdamW(each.parameters(), lr=0.01, fused=fused) for each in (plain, model))
+    sherd.distribute(model, ours, accumulate=2)
+    shard = sherd.api.training.training_of(model).engine.shards[ours]
+    assert isinstance(shard, UnsplitOptimizer) and not shard.takes_closure
+    for step in range(3):
+        for number in range(2):
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(2 * step + number))
+            (plain(x).square().mean() / 2).backward()
+
+            def closure(x=x):
+                loss = model(x).square().mean()
+                loss.backward()
+                return loss
+
+            assert ours.step(closure) is not None
+        theirs.step()
+        theirs.zero_grad()
+        ours.zero_grad()
+        for each in (plain, model):
+            each[2].bias.data = each[2].bias.data * 2
+    same(dict(model.named_parameters()), dict(plain.named_parameters()))
+    assert all(torch.equal(ours.state[p]["exp_avg"], theirs.state[q]["exp_avg"]) for p, q in _pairs(model, plain))
+    with sherd.full_parameters(model):  # reads what the store has
+        same(dict(model.named_parameters()), dict(plain.named_parameters()))
+    model.double()
+    model(torch.randn(4, 5, dtype=torch.float64)).sum().backward()
+    ours.step()  # inside the window
+    with pytest.raises(SherdError, match=r"is now torch\.float64 of shape"):
+        ours.step()
+
+
+def _pairs(model, plain):
+    return zip(model.parameters(), plain.parameters(), strict=True)
