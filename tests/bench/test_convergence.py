@@ -14,9 +14,7 @@ def test_a_few_steps_of_every_strategy(monkeypatch):
     monkeypatch.setattr(convergence, "RANKS", 2)
     monkeypatch.setattr(convergence, "EVERY", 4)
     arguments = argparse.Namespace(steps=8, look_every=4)
-    found = {
-        name: convergence.run(strategy, 0, arguments) for name, strategy in convergence.strategies(8, 0.7).items()
-    }
+    found = {name: convergence.run(strategy, 0, arguments) for name, strategy in convergence.strategies(8, 0.7).items()}
     assert all([step for step, _ in each.held_out] == [4, 8] for each in found.values())
     ddp, diloco, gossip = (found[name].payload for name in ("ddp", "diloco", "gossip"))
     assert ddp == pytest.approx(4 * diloco, rel=0.01), "two exchanges of parameters, eight of gradients"
