@@ -189,10 +189,11 @@ class SummedGradients(GradientPath):
         self._trained.buckets = buckets.launched_in(learned)
         self._learned = True
 
-    def _show(self) -> None:
+    def _show(self, again: bool = True) -> None:
+        """Set `p.grad` where it is not set yet, or everywhere."""
         for gradient, its in self._trained.parts:
             if gradient.window.whole:
-                self.access.show(its)
+                self.access.show([bucket for bucket in its if again or not bucket.shown])
 
     # ---------------------------------------------------------------- between backward and step
 
@@ -201,7 +202,8 @@ class SummedGradients(GradientPath):
         self._unchanged.check_kinds(closely=False)  # first: gradients would have to fit too
         buckets, step = self._trained.buckets, self._trained.steps
         self.access.collect(buckets)
-        if not any(gradient.backwards for gradient in wanted):
+        changes = not any(gradient.backwards for gradient in wanted)  # what `p.grad` shows
+        if changes:
             # A rank that skipped a backward would otherwise go on without the others.
             with labelled(f"{wanted[0].label} without a backward"):
                 self._agree()
@@ -209,7 +211,8 @@ class SummedGradients(GradientPath):
         if any(bucket.local is not Local.NONE for bucket in buckets.buckets):
             self._flush()
             self.round.close()
-        self._show()
+            changes = True
+        self._show(again=changes)
         mine = bool(edited or self.access.assigned)  # those that were set before a backward were measured in it
         if mine or buckets.grouped:  # a rank does not know what is done to parameters that it does not hold
             for bucket in edited:

@@ -250,7 +250,10 @@ class Bucket:
         new = [(member.local, gradient) for member, gradient in pairs if not member.filled]
         if new:
             views, sources = zip(*new, strict=True)
-            torch._foreach_copy_(views, [self._added(None, gradient, factor) for gradient in sources])
+            # Copying converts them to the dtype of the sum, and a factor is multiplied in that.
+            torch._foreach_copy_(
+                views, sources if factor == 1.0 else [self._added(None, each, factor) for each in sources]
+            )
         if more := [(member.local, gradient) for member, gradient in pairs if member.filled]:
             views, sources = zip(*more, strict=True)
             torch._foreach_add_(views, sources, alpha=factor)

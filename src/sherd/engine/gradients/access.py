@@ -47,16 +47,22 @@ class GradAccess(ABC):
     def show(self, buckets: Sequence[Bucket]) -> None:
         """The sums of these are done: set `p.grad`."""
         with bypass_torch_function():
-            for member in _members(buckets):
-                if member.used and member.parameter.dtype == member.bucket.dtype:  # otherwise it was converted
-                    member.parameter.grad = self._view(member)
-        for bucket in buckets:
-            bucket.shown = True
+            for bucket in buckets:
+                for member in bucket.members:
+                    if member.used and member.parameter.dtype == bucket.dtype:  # otherwise it was converted
+                        member.parameter.grad = self._view(member)
+                bucket.shown = True
 
     def hide(self, buckets: BucketList, filling: Iterable[Bucket]) -> None:
         """A round begins: take `p.grad` away, or autograd would add to it. Those that are `filling` show none."""
         self.collect(buckets)
-        self._take_away(buckets.buckets)
+        with bypass_torch_function():
+            seen = [
+                each
+                for each in buckets.buckets
+                if each.shown or any(m.parameter.grad is not None for m in each.members)
+            ]
+        self._take_away(seen)
 
     def forget(self, buckets: Sequence[Bucket]) -> None:
         """Drop the gradient of these."""
@@ -97,10 +103,10 @@ class GradAccess(ABC):
 
     def _take_away(self, buckets: Sequence[Bucket]) -> None:
         with bypass_torch_function():
-            for member in _members(buckets):
-                member.parameter.grad = None
-        for bucket in buckets:
-            bucket.shown = False
+            for bucket in buckets:
+                for member in bucket.members:
+                    member.parameter.grad = None
+                bucket.shown = False
 
     def _rewrite(self, bucket: Bucket, gradients: Mapping[TrackedParameter, Tensor | None]) -> None:
         """Write what `p.grad` was set to into the sum. A gradient that the program kept from before does not change."""

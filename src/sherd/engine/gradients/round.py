@@ -95,6 +95,7 @@ class Round:
         self._order = buckets.launch_order
         self.label = label
         self.completed = []
+        self._has_late = False
         self._launched = self._launched_complete = 0
         for bucket in self._order:
             bucket.open(factor)
@@ -110,7 +111,7 @@ class Round:
     def _arrive_late(self, member: TrackedParameter, gradient: Tensor) -> None:
         if self._factor == 0.0:
             gradient = torch.zeros_like(gradient)  # zero times NaN is NaN, and the loss of no tokens may well be NaN
-        late, member.used_here = member.late, True
+        late, member.used_here, self._has_late = member.late, True, True
         member.late = gradient * self._factor if late is None else late.add_(gradient, alpha=self._factor)
 
     def complete(self, bucket: Bucket) -> None:
@@ -136,6 +137,8 @@ class Round:
 
     def late(self, buckets: Iterable[Bucket]) -> list[Bucket]:
         """The buckets among these for which this rank has late gradients."""
+        if not self._has_late:
+            return []
         return [bucket for bucket in buckets if any(member.late is not None for member in bucket.members)]
 
     def flush_late(self, late: Sequence[Bucket], op: str) -> None:
