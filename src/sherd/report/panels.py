@@ -24,6 +24,7 @@ KIND_COLOURS = {
     "gradients": "#e0b24a",
     "optimizer state": "#4faa8b",
     "buckets": "#b58ac9",
+    "outer state": "#8fb8ea",
 }
 STEPS = (0.25, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 SPARE = ("#8fb8ea", "#e0674c", "#a9adb5", "#8c8a2f", "#c7a17a", "#7aa6a1")
