@@ -9,7 +9,7 @@ ARGS ?=
 # one that hangs does, then ends the run, and is named.
 SIDE_BY_SIDE := --numprocesses auto --dist loadfile --max-worker-restart 0
 
-.PHONY: help train quick test test-isa lint unit fuzz docs bench-collectives bench-training bench-overhead bench-memory bench-backend bench-cluster bench-edits bench-resnet bench-convergence clean
+.PHONY: help train quick test test-isa lint unit fuzz docs bench-collectives bench-training bench-overhead bench-memory bench-backend bench-cluster bench-averaging bench-convergence bench-edits bench-resnet bench-convergence clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -75,6 +75,12 @@ bench-backend: $(READY) ## torch's DDP and FSDP2 over the sherd backend and over
 
 bench-cluster: $(READY) ## sherd and torch's own on two hosts with 1 Gbit/s between them; needs root
 	$(BIN)/python -m benchmarks.cluster
+
+bench-averaging: $(READY) ## diloco, at once and in fragments, beside ddp on two hosts with 100 Mbit/s between them; needs root
+	$(BIN)/python -m benchmarks.cluster --averaging $(ARGS)
+
+bench-convergence: $(READY) ## held-out loss and bytes of diloco and gossip beside ddp, on four ranks
+	$(BIN)/python -m benchmarks.convergence $(ARGS)
 
 bench-edits: $(READY) ## what looking for edits of parameters costs a step without any
 	$(BIN)/python -m benchmarks.edits
