@@ -84,8 +84,9 @@ def distribute(
     How ranks share the work:
     strategy: "ddp" replicates everything; "zero1" shards the optimizer state over the ranks, "zero2" the gradients too,
         "zero3" the parameters too. Or an object with options, such as `sherd.ZeRO(stage=2, ...)`. All of them give the
-        same weights. "local-sgd" and "diloco" exchange parameters every so many steps instead. "local" exchanges
-        nothing, to measure what communication costs. Default: the one in `sherd run --strategy`, else "zero2".
+        same weights. "local-sgd" and "diloco" exchange parameters every so many steps instead, "gossip" with a few
+        neighbours. "local" exchanges nothing, to measure what communication costs. Default: the one in `sherd run
+        --strategy`, else "zero2".
     comm: `sherd.CommOptions(...)` for the communicator between the ranks, such as `timeout` and `transport`, or an
         existing communicator. Default: the fastest transport that works for these ranks.
 
