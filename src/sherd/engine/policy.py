@@ -13,8 +13,8 @@ A strategy makes one policy per model. The engine asks it, in the order of a ste
 Where neither `sums` nor `exchanges` holds, nothing in a step is collective. `step` counts the real `step()` calls,
 skipped ones too, so that ranks that decide by it meet at the same call.
 
-Ranks train in teams (see `Teams`): all of them in one, unless the strategy says otherwise. A step of the engine is one of
-its team; what teams exchange with each other is the policy's own affair, in `after_update` and `skipped`.
+Ranks train in teams (see `Teams`): all of them in one, unless the strategy says otherwise. A step of the engine is one
+of its team; what teams exchange with each other is the policy's own affair, in `after_update` and `skipped`.
 """
 
 from __future__ import annotations
