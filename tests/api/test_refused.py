@@ -193,7 +193,7 @@ POINTS = [
     (apply.data.Sharding, "apply"),
     (Engine, "take_over"),
 ]
-LATE = [(engine, "from_leader"), (BufferSync, "__init__"), (apply.data, "announce")]
+LATE = [(engine, "take_from_leader"), (BufferSync, "__init__"), (apply.data, "announce")]
 """Where rank 0's values have been taken over already."""
 
 
