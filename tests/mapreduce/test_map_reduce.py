@@ -318,3 +318,33 @@ def test_what_one_rank_refuses_all_refuse(ranks):
         assert kind == "ConfigError" and "failed on rank 0" in text and "got reduce='nothing'" in text and after == 45
     for kind, text, after in ranks(2).run(different, "merge"):
         assert kind == "ChunkFailed" and "ArithmeticError: too many" in text and after == 45
+
+
+class BreaksOff(IterableDataset):
+    """A stream that raises at its fifth item."""
+
+    def __iter__(self):
+        yield from ITEMS[:4]
+        raise OSError("the network is gone")
+
+
+class StopsAtFour(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        if index == 4:
+            raise StopIteration
+        return float(index)
+
+
+def lost_items():
+    """What looks like the end of the data, and is none."""
+    for data in (DataLoader(BreaksOff(), batch_size=1), StopsAtFour()):
+        with pytest.raises(ChunkFailed):
+            sherd.map_reduce(lambda item: float(torch.as_tensor(item).sum()), data, chunk=3, retries=1, progress=False)
+
+
+@pytest.mark.ranks
+def test_a_stream_that_breaks_off_is_not_taken_for_its_end(ranks):
+    ranks(2).run(lost_items)

@@ -75,6 +75,7 @@ def full_parameters(model: nn.Module) -> Iterator[None]:
     """
     engine = engine_of(model)
     engine.torn.refuse("full_parameters")
+    engine.refuse_at_consensus("full_parameters")
     with engine.unchanged.editing(model, compare=True):
         yield
 

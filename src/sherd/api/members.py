@@ -91,10 +91,13 @@ def _load(module: nn.Module, assign: bool, original: Callable[[], Any]) -> Any:
         )
     with ExitStack() as edits:
         for engine in engines:
-            edits.enter_context(engine.unchanged.editing(module, compare=False))
+            engine.refuse_at_consensus("load_state_dict")
+            # Teams differ in what is not loaded, too: all of it becomes that of the first.
+            changed = engine.inventory.model if engine.teams.count > 1 else module
+            edits.enter_context(engine.unchanged.editing(changed, compare=False))
         found = original()
         for engine in engines:
-            engine.take_from_first_team(module)
+            engine.take_from_first_team()
     if engines:
         missing = set(found.missing_keys)
         named = module.named_parameters(remove_duplicate=False)

@@ -71,7 +71,12 @@ class Training:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.engine.prepare_step(self.gradient(optimizer)):
+        gradient = self.gradient(optimizer)
+        if not gradient.weights.weighed:
+            self.engine.trained.count_samples(None)
+        elif gradient.window.last:
+            self.engine.trained.count_samples(gradient.weights.own)
+        if self.engine.prepare_step(gradient):
             with torch.no_grad():
                 _hooked_update(optimizer)
         return loss
@@ -92,6 +97,7 @@ class Training:
             raise ConfigError(f"{name} evaluates the loss several times per step; use accumulate=1")
         weights = gradient.weights
         weight = weights.pending  # set before the step, it holds for every evaluation
+        engine.trained.count_samples(weight)
 
         def search() -> Any:
             with engine.updating(gradient) as update:

@@ -90,6 +90,7 @@ class WholeLoader:
         own = vars(plain)  # torch refuses assignments to these
         own["batch_sampler" if self._loader.batch_sampler is not None else "sampler"] = indices
         own["persistent_workers"], own["in_order"], own["_iterator"] = False, True, None
+        own["generator"] = None  # or the seed that torch draws for workers would change the user's
         return plain
 
 
@@ -114,19 +115,32 @@ class Stream:
         plain = copy.copy(self._loader)
         vars(plain).update(persistent_workers=False, _iterator=None)
         position, batches = 0, iter(plain)
+        failed: list[Exception] = []  # one that raised has no more items, though that is not its end
 
         def taken(limit: int) -> Iterator[Any]:
             nonlocal position
-            for batch in itertools.islice(batches, limit):
-                position += 1
-                yield batch
+            if failed:
+                raise failed[0]
+            try:
+                for batch in itertools.islice(batches, limit):
+                    position += 1
+                    yield batch
+            except Exception as error:
+                failed.append(error)
+                raise
 
         for part in wanted:
-            deque(taken(part.start - position), maxlen=0)
-            first = list(taken(1))
+            try:
+                deque(taken(part.start - position), maxlen=0)
+                first = list(taken(1))
+            except Exception:
+                yield part, taken(1)  # raises it where failures of items are counted
+                return
             if not first:
                 break
             yield part, itertools.chain(first, taken(len(part) - 1))
+            if failed:
+                return
             deque(taken(part.stop - position), maxlen=0)  # the rest of a part that failed
         if self.count is None:
             deque(taken(sys.maxsize), maxlen=0)

@@ -135,7 +135,7 @@ def assemble(
     access = WholeAccess() if owner is None else ShardedAccess()
     adds_up_here = policy.accumulate_at is AccumulateAt.RANK
     summed = SummedGradients(comm, trained, exchanges, access, unchanged, torn, adds_up_here)
-    own = OwnGradients(trained, SoloCommunicator(comm.options))
+    own = OwnGradients(trained, SoloCommunicator(comm.options), has_others=teams.count > 1)
     for path in (summed, own):
         undo.callback(backward.forget, path)
     engine = Engine(options, Parts(teams, mesh, groups, policy, store, trained, unchanged, torn, summed, own))

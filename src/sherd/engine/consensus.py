@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sherd.engine.buckets.bucket import Bucket
 from sherd.engine.engine import Engine, Update
+from sherd.engine.parameters.isolation import isolated
 from sherd.engine.policy import StepContext
 from sherd.errors import SherdError
 
@@ -31,36 +32,39 @@ def consensus(engine: Engine) -> Iterator[None]:
     engine.torn.refuse("sherd.consensus")
     if engine.unchanged.lent:
         raise SherdError(f"rank {engine.comm.number}: sherd.consensus inside full_parameters; leave that first")
-    s = StepContext(engine.steps, engine.teams, engine.buckets.buckets, engine.store, None, 0.0)
+    s = StepContext(engine.steps, engine.teams, engine.buckets.buckets, engine.store, None)
     engine.unchanged.check()
-    mine, buffers = _copies(bucket.values.owned for bucket in s.buckets), _copies(engine.inventory.buffers)
-    with engine.teams.everyone.counters.between_steps():
+    mine, buffers = _copies(bucket.values.owned for bucket in s.buckets), _copies(engine.inventory.model.buffers())
+    with engine.teams.everyone.counters.between_steps(), isolated():
         _replace(engine, s, "the beginning of sherd.consensus", partial(engine.policy.agree_values, s))
         engine.share_buffers_of_all()
-    engine.at_consensus = True
+    engine.at_consensus, touched = True, False
     try:
         yield
-        if engine.unchanged.touched():
-            raise SherdError(
-                f"rank {engine.comm.number}: parameters were changed inside sherd.consensus, and would be lost at its "
-                f"end; change them outside"
-            )
+        touched = engine.unchanged.touched()
     finally:
         engine.at_consensus = False
-        with engine.teams.everyone.counters.between_steps():
+        engine.unchanged.accept()  # whatever was written inside is overwritten now
+        with engine.teams.everyone.counters.between_steps(), isolated():
             _replace(engine, s, "the end of sherd.consensus", partial(_put_back, mine))
         _put_back(buffers)
+    if touched:
+        raise SherdError(
+            f"rank {engine.comm.number}: parameters were changed inside sherd.consensus, and are lost at its end; "
+            f"change them outside"
+        )
 
 
 def distance(engine: Engine) -> float:
-    """How far this rank's team is from the consensus: the 2-norm of the difference, over all parameters. Collective."""
+    """How far this rank's team is from the mean of all teams: the 2-norm, over all parameters. Collective."""
     owner = engine.comm.rank if engine.store.updates_slices else None
-    owned = [bucket.values.owned[place] for bucket in engine.buckets.buckets for place in _elements(bucket, owner)]
-    mine = _copies(owned)
-    with consensus(engine):
-        squared = sum(float((now - before).double().square().sum()) for now, before in mine)
-    share = engine.comm.world if owner is None else 1  # without slices, every rank has all of it
-    with engine.comm.counters.agreeing(), engine.comm.counters.between_steps():
+    squared = 0.0
+    with isolated(), engine.teams.everyone.counters.agreeing(), engine.teams.everyone.counters.between_steps():
+        for bucket in engine.buckets.buckets:
+            own = bucket.values.owned.detach()
+            difference = own - engine.teams.across.all_reduce(own.clone(), op="mean").wait()
+            squared += sum(float(difference[place].double().square().sum()) for place in _elements(bucket, owner))
+        share = engine.comm.world if owner is None else 1  # without slices, every rank has all of it
         total = engine.comm.all_reduce(torch.tensor([squared / share], dtype=torch.float64)).wait()
     return float(total.sqrt())
 
@@ -73,7 +77,7 @@ def _elements(bucket: Bucket, owner: int | None) -> Iterator[slice]:
 
 def _replace(engine: Engine, s: StepContext, label: str, change: Callable[[], None]) -> None:
     """Change what this rank owns, and show it to the other ranks of its team."""
-    with engine.changing(s, label, Update()), torch.no_grad():
+    with engine.changing(s, label, Update()):
         s.store.acquire(s.buckets)
         change()
         s.store.publish(s.buckets)
@@ -84,6 +88,9 @@ def _copies(tensors: Iterable[Tensor]) -> Kept:
 
 
 def _put_back(kept: Kept) -> None:
-    with torch.no_grad():
-        for tensor, before in kept:
+    for tensor, before in kept:
+        with (
+            torch.inference_mode(tensor.is_inference()),
+            torch.no_grad(),
+        ):  # only this may write into an inference tensor
             tensor.copy_(before)

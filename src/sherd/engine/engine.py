@@ -147,7 +147,7 @@ class Engine:
     def _follow_policy(self) -> None:
         """Choose the way of the next gradient."""
         self._moved = set()
-        step = max(gradient.calls for gradient in self.gradients)
+        step = min(gradient.calls for gradient in self.gradients)  # what holds for some steps holds for all optimizers
         sums = self.policy.sums(step)
         if sums:
             self.summed.together = self.policy.decide_together(step, self.teams)
@@ -358,11 +358,17 @@ class Engine:
 
     # ---------------------------------------------------------------- what changes between steps
 
-    def take_from_first_team(self, module: nn.Module) -> None:
-        """Take what the first team has just written into the parameters of `module`. Collective, if there are teams."""
+    def take_from_first_team(self) -> None:
+        """Take the first team's parameters, while they are lent for editing. Collective, if there are several teams."""
         if self.teams.count > 1:
-            members = self.inventory.of_module(module)
-            take_from_leader(self.teams.across, (member.parameter for member in members))
+            take_from_leader(self.teams.across, self.inventory.parameters)
+
+    def refuse_at_consensus(self, what: str) -> None:
+        """Raise inside `sherd.consensus`, at whose end `what` would be undone."""
+        if self.at_consensus:
+            raise SherdError(
+                f"rank {self.comm.number}: {what} inside sherd.consensus would be lost at its end; leave it first"
+            )
 
     def loaded(self, parameters: Iterable[nn.Parameter]) -> None:
         """These parameters were loaded on all ranks."""

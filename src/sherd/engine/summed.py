@@ -98,7 +98,7 @@ class SummedGradients(GradientPath):
             self._torn.refuse("this backward")
         round.refuse_other_hooks(self._trained.inventory.members, self._comm.number)
         factor = 1.0
-        self._trained.begin_backward()
+        self._trained.backwards += 1
         for gradient, its in self._trained.parts:
             gradient.add(its)
             factor = gradient.weights.enter()  # the same for all
@@ -181,11 +181,11 @@ class SummedGradients(GradientPath):
         places = {bucket: place for place, bucket in enumerate(buckets.slots)}
         order = [*completed, *(bucket for bucket in buckets.launch_order if bucket not in completed)]
         mine = [places[bucket] for bucket in order]
-        with self._comm.counters.agreeing():
+        with self.together.counters.agreeing():  # whoever sums with whom must launch in one order
             if buckets.grouped:
-                learned = merged(self._comm.all_gather_object(mine))
+                learned = merged(self.together.all_gather_object(mine))
             else:
-                learned = self._comm.broadcast_object(mine)
+                learned = self.together.broadcast_object(mine)
         self._trained.buckets = buckets.launched_in(learned)
         self._learned = True
 

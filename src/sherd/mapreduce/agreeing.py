@@ -8,7 +8,7 @@ from typing import Any
 
 from sherd.api.helpers.coordination import exchange, failure_of, raise_any
 from sherd.comm import Communicator
-from sherd.errors import Diverged, SherdError
+from sherd.errors import Diverged
 
 Settings = dict[str, Any]
 
@@ -22,7 +22,7 @@ def compared(comm: Communicator, what: str, prepare: Callable[[], Settings]) -> 
     failure = None
     try:
         settings = prepare()
-    except SherdError as error:
+    except Exception as error:
         failure = failure_of(error)
     told = exchange(comm, what, (failure, settings, secrets.token_hex(8)))
     raise_any(comm, what, [each[0] for each in told])

@@ -154,7 +154,7 @@ class MapPhase:
         report = self._failures[(gone or failed)[0]] if failed else None
         mine = Told(self.done, failed, report, self._job.source.count)
         with without_limit():  # a chunk takes as long as it takes; a rank that dies is noticed
-            told = [Told(*each) for each in exchange(self._comm, self._job.what, mine.plain())]
+            told = [Told(*each) for each in exchange(self._comm, f"{self._job.what}: what was done", mine.plain())]
         for rank, each in enumerate(told):
             for chunk in each.failed:
                 self._tried.setdefault(chunk, []).append(rank)
@@ -171,7 +171,8 @@ class MapPhase:
 
     def _raise_failures(self, told: list[Told]) -> None:
         reported = [Failure(*each.failure) for each in told if each.failure is not None]
-        final = [each for each in reported if each.chunk < 0 or len(self._tried[each.chunk]) > self._job.retries]
+        broken = all(each.items is None for each in told)  # a stream that no rank could read to its end
+        final = [e for e in reported if broken or e.chunk < 0 or len(self._tried[e.chunk]) > self._job.retries]
         if not final:
             return
         chunk, item, text = min(final)

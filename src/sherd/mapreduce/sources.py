@@ -47,7 +47,7 @@ class Indexed:
 
     def read(self, wanted: Iterator[range]) -> Read:
         for part in wanted:
-            yield part, map(self._data.__getitem__, part)
+            yield part, (self._data[number] for number in part)  # a generator: StopIteration is an error in it
 
     def samples(self, number: int, item: Any) -> int:
         return rows(item)

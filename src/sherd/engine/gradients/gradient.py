@@ -316,12 +316,12 @@ class Trained:
         for shard in self.shards.values():
             shard.follow(self.buckets)
 
-    def begin_backward(self) -> None:
-        """Count a backward, and the samples of its batch; without a loader it is one."""
-        self.backwards += 1
-        samples, weight = batch_weight.samples(), self.gradients[0].weights.pending
+    def count_samples(self, weight: float | None) -> None:
+        """A step is taken, by a gradient of this weight or, without one, of the current batch; that is 1 if there is no
+        loader."""
+        samples = batch_weight.samples()
         found = 1.0 if samples is None else float(samples)
-        self.samples += found if weight is None or not found else weight
+        self.samples += found if weight is None else weight
 
     def weigh(self, weight: float | None) -> None:
         """Set the weight of the next backward, which is the same in every gradient."""

@@ -28,8 +28,9 @@ _NOTHING = torch.empty(0)
 class OwnGradients(GradientPath):
     """What autograd adds up in `p.grad`, with the weights of its backwards."""
 
-    def __init__(self, trained: Trained, alone: Communicator) -> None:
+    def __init__(self, trained: Trained, alone: Communicator, has_others: bool = False) -> None:
         self.together = alone
+        self._has_others = has_others  # in other teams, which may have the samples that this rank lacks
         self._trained = trained
         self._aside: list[tuple[Gradient, list[tuple[nn.Parameter, Tensor | None]]]] = []
         self._hidden: dict[nn.Parameter, Tensor] = {}  # what is added up inside a window: `p.grad` shows none
@@ -42,7 +43,7 @@ class OwnGradients(GradientPath):
     def begin_round(self) -> None:
         """Where a backward has a weight of its own, it starts from nothing and is added at the end."""
         trained = self._trained
-        trained.begin_backward()
+        trained.backwards += 1
         for gradient in trained.gradients:
             gradient.unclip()
         if members := trained.thawed():
@@ -102,7 +103,8 @@ class OwnGradients(GradientPath):
     # ---------------------------------------------------------------- between backward and step
 
     def settle(self, wanted: Sequence[Gradient]) -> None:
-        refuse_pointless(wanted)
+        if not self._has_others:
+            refuse_pointless(wanted)
         for parameter, hidden in self._hidden.items():
             parameter.grad = hidden
         self._hidden.clear()
@@ -159,6 +161,7 @@ class OwnGradients(GradientPath):
             rows = bucket.norms.numel()
             bucket.norms.copy_(found.view(-1, rows)[bucket.comm.rank] if rows else found)
             bucket.scaled, bucket.edited = 1.0, False
+        self.take_back(buckets.buckets)  # an update that reads them there lends them again
         if not norms:
             return 0.0
         ordered = torch.cat(norms)[self._in_order(buckets)]
