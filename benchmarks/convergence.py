@@ -33,7 +33,7 @@ from sherd.recipes import gpt
 RANKS, EVERY, BATCH, LENGTH, RATE = 4, 50, 16, 64, 2e-3
 WIDTH, LAYERS = 32, 2
 OUTER_RATES = (0.7, 0.9, 1.0)
-CHOSEN = 0.9  # by --choose
+CHOSEN = 0.9  # without --choose
 OUTER_MOMENTUM = 0.5  # less than usual: a few thousand steps are only some dozen exchanges
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 
@@ -44,7 +44,6 @@ class Learned:
 
     held_out: list[tuple[float, float]] = field(default_factory=list)
     payload: int = 0  # bytes that all ranks sent for training
-    outer_lr: float | None = None
 
     @property
     def loss(self) -> float:

@@ -18,7 +18,7 @@ def test_a_few_steps_of_every_strategy(monkeypatch):
     assert all([step for step, _ in each.held_out] == [4, 8] for each in found.values())
     ddp, diloco, gossip = (found[name].payload for name in ("ddp", "diloco", "gossip"))
     assert ddp == pytest.approx(4 * diloco, rel=0.01), "two exchanges of parameters, eight of gradients"
-    assert ddp == pytest.approx(2 * diloco * 2) and 0 < gossip <= ddp
+    assert 0 < gossip <= ddp
 
 
 @pytest.mark.pure
