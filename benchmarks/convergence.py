@@ -2,25 +2,33 @@
 
 A small GPT learns Python's standard library on four ranks of this machine: by `ddp`, which sums gradients in every
 step; by `diloco`, whose ranks meet every 50 steps after a short warm-up with summed gradients; and by `gossip` with one
-neighbour per step. All see the same tokens in the same order, with the same learning rates; judged is the loss on files
-that nobody trains on, at the consensus of the ranks. The outer learning rate of `diloco` is chosen on another seed
-first (`--choose`). On two cores a run takes about 15 minutes, or 6 with the rate that was chosen before.
+neighbour per step. All see the same tokens in the same order; judged is the loss on files that nobody trains on, at the
+consensus of the ranks.
 
-How close `diloco` comes depends on the regime. Where one rank's batch is so small that ddp gains much by four times as
-many samples in every step, no averaging can make up for it: a larger model with 4 sequences per rank ended 19% behind.
+Each strategy has a learning rate of its own, and `diloco` its outer rate and momentum. Without `--choose` they are
+those of trial runs on another seed. `--choose` chooses them anew, on another seed and with a quarter of the steps:
+every number of a strategy in turn moves along its grid, from where it is, as long as the held-out loss falls; what was
+tried is saved. The comparison took 20 minutes on two cores that others used too.
+
+How close the others come to ddp depends on the regime. Where one rank's batch is so small that ddp gains much by four
+times as many samples in every step, no averaging can make up for it: a larger model with 4 sequences per rank ended 19%
+behind.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 from torch.utils.data import DataLoader
 
 import sherd
@@ -30,12 +38,30 @@ from benchmarks.training_report import new_table
 from sherd.api.training import training_of
 from sherd.recipes import gpt
 
-RANKS, EVERY, BATCH, LENGTH, RATE = 4, 50, 16, 64, 2e-3
+RANKS, EVERY, BATCH, LENGTH = 4, 50, 32, 64
 WIDTH, LAYERS = 32, 2
-OUTER_RATES = (0.7, 0.9, 1.0)
-CHOSEN = 0.9  # without --choose
-OUTER_MOMENTUM = 0.5  # less than usual: a few thousand steps are only some dozen exchanges
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is chosen for a strategy. Those without an outer optimizer have no outer numbers."""
+
+    lr: float
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+
+
+GRIDS = {
+    "lr": (1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3, 64e-3),
+    "outer_lr": (0.5, 0.7, 0.9, 1.0, 1.2),
+    "outer_momentum": (0.0, 0.2, 0.4, 0.6, 0.8),
+}
+CHOSEN = {  # in trial runs of 500 to 1,000 steps with seed 1; --choose begins here
+    "ddp": Setting(8e-3),
+    "diloco": Setting(8e-3, 1.0, 0.2),
+    "gossip": Setting(16e-3),
+}
 
 
 @dataclass
@@ -50,22 +76,27 @@ class Learned:
         return self.held_out[-1][1]
 
 
-def strategies(steps: int, outer_lr: float) -> dict[str, Any]:
-    return {
-        "ddp": "ddp",
-        "diloco": sherd.DiLoCo(every=EVERY, outer_lr=outer_lr, outer_momentum=OUTER_MOMENTUM, warmup=steps // 100),
-        "gossip": sherd.Gossip(topology="one-peer-exponential"),
-    }
+def strategy_of(name: str, setting: Setting, steps: int) -> Any:
+    if name == "diloco":
+        assert setting.outer_lr is not None and setting.outer_momentum is not None
+        outer_lr, momentum = setting.outer_lr, setting.outer_momentum
+        return sherd.DiLoCo(every=EVERY, warmup=steps // 100, outer_lr=outer_lr, outer_momentum=momentum)
+    return sherd.Gossip(topology="one-peer-exponential") if name == "gossip" else name
 
 
-def learn(strategy: Any, seed: int, steps: int, look_every: int) -> Learned:
+def rate(step: int, steps: int) -> float:
+    """Of the learning rate: it rises at first and ends near 0, where ranks that exchange less come to agree."""
+    return min(1.0, (step + 1) / gpt.WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def learn(strategy: Any, lr: float, seed: int, steps: int, look_every: int) -> Learned:
     """One run on this rank."""
     torch.set_num_threads(1)
     sherd.seed(seed)
     text, other = gpt.read(None)
     model = gpt.Gpt(WIDTH, LAYERS)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: gpt.warm_up_then_cosine(step, steps))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
     loader = DataLoader(gpt.Windows(text, LENGTH), BATCH, shuffle=True, drop_last=True)
     judges = DataLoader(gpt.Windows(other, LENGTH, gpt.HELD_OUT), 4 * BATCH)
     model, optimizer, loader, judges = sherd.distribute(
@@ -86,44 +117,109 @@ def learn(strategy: Any, seed: int, steps: int, look_every: int) -> Learned:
     return learned
 
 
-def run(strategy: Any, seed: int, arguments: argparse.Namespace) -> Learned:
-    by_rank = sherd.launch(learn, RANKS, strategy, seed, arguments.steps, arguments.look_every)
+def run(name: str, setting: Setting, seed: int, steps: int, look_every: int) -> Learned:
+    strategy = strategy_of(name, setting, steps)
+    by_rank = sherd.launch(learn, RANKS, strategy, setting.lr, seed, steps, look_every)
     return Learned(by_rank[0].held_out, sum(each.payload for each in by_rank))
+
+
+def choose(start: Setting, judge: Callable[[Setting], float]) -> dict[Setting, float]:
+    """What was tried, and its losses: each number in turn goes to its neighbours on the grid while that is better."""
+    best, tried = start, {start: judge(start)}
+    for number, grid in GRIDS.items():
+        if getattr(start, number) is None:
+            continue
+        for direction in (1, -1):
+            while 0 <= (place := grid.index(getattr(best, number)) + direction) < len(grid):
+                beside = replace(best, **{number: grid[place]})
+                if beside not in tried:
+                    tried[beside] = judge(beside)
+                if not tried[beside] < tried[best]:
+                    break
+                best = beside
+    return tried
+
+
+def choose_all(steps: int, seed: int, console: Console) -> dict[str, dict[Setting, float]]:
+    """What was tried for each strategy."""
+
+    def judge(name: str, setting: Setting) -> float:
+        loss = run(name, setting, seed, steps, steps).loss
+        console.print(f"{name} with {_said(setting)}: held-out loss {loss:.4f} after {steps} steps with seed {seed}")
+        return loss if math.isfinite(loss) else math.inf
+
+    def tried(name: str) -> dict[Setting, float]:
+        return choose(CHOSEN[name], lambda setting: judge(name, setting))
+
+    return {name: tried(name) for name in CHOSEN}
+
+
+def report(found: dict[str, Learned], settings: dict[str, Setting], steps: int) -> Table:
+    table = new_table(
+        f"{_regime()}, {steps} steps",
+        "strategy", "chosen on another seed", "held-out loss", "to ddp's", "MB sent by all ranks", "times fewer",
+    )  # fmt: skip
+    for name, one in found.items():
+        ratio, fewer = one.loss / found["ddp"].loss, found["ddp"].payload / max(one.payload, 1)
+        compared = f"{100 * (ratio - 1):+.2f}%", f"{one.payload / 1e6:.1f}", f"{fewer:.1f}"
+        table.add_row(name, _said(settings[name]), f"{one.loss:.4f}", *compared)
+    return table
+
+
+def _regime() -> str:
+    return f"GPT of width {WIDTH}, {LAYERS} layers, {RANKS} ranks x {BATCH} x {LENGTH} tokens"
+
+
+def _said(setting: Setting) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in asdict(setting).items() if value is not None)
+
+
+def save_choices(tried: dict[str, dict[Setting, float]], steps: int, seed: int, console: Console, save: bool) -> None:
+    table = new_table(f"{_regime()}, {steps} steps with seed {seed}", "strategy", "tried", "held-out loss")
+    for name, losses in tried.items():
+        for setting, loss in sorted(losses.items(), key=lambda each: each[1]):
+            table.add_row(name, _said(setting), f"{loss:.4f}")
+    rows = {name: [asdict(each) | {"loss": loss} for each, loss in losses.items()] for name, losses in tried.items()}
+    publish("convergence_choices", [table], {"steps": steps, "seed": seed, "tried": rows}, console, save)
+
+
+def save_comparison(
+    found: dict[str, Learned], settings: dict[str, Setting], steps: int, seed: int, console: Console, save: bool
+) -> None:
+    saved = {
+        "steps": steps,
+        "seed": seed,
+        "settings": {name: asdict(setting) for name, setting in settings.items()},
+        "results": {name: asdict(one) for name, one in found.items()},
+    }
+    publish("convergence", [report(found, settings, steps)], saved, console, save)
+    if save:
+        curves = [Curve(name, list(itertools.dropwhile(_early, one.held_out))) for name, one in found.items()]
+        title = "Held-out loss at the consensus, nats per byte"
+        (IMAGES / "convergence.svg").write_text(line_plot(title, "steps", "loss", curves))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--look-every", type=int, default=100, help="steps between two looks at the held-out loss")
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--look-every", type=int, default=200, help="steps between two looks at the held-out loss")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--choose", action="store_true", help="choose the outer learning rate on the next seed first")
+    parser.add_argument("--choose", action="store_true", help="choose learning rates on the next seed first")
+    parser.add_argument("--choose-steps", type=int, help="steps of each run for that; a quarter of --steps")
     parser.add_argument("--no-save", action="store_true", help="write no results and no picture")
     arguments = parser.parse_args()
     os.environ.setdefault("SHERD_SPIN", "0")  # more ranks than cores
-    console, outer_lr = Console(width=110, highlight=False), CHOSEN
-    tried: dict[float, float] = {}
-    for rate in OUTER_RATES if arguments.choose else ():
-        tried[rate] = run(strategies(arguments.steps, rate)["diloco"], arguments.seed + 1, arguments).loss
-        console.print(f"outer learning rate {rate}: held-out loss {tried[rate]:.4f} with seed {arguments.seed + 1}")
-        outer_lr = min(tried, key=lambda each: tried[each])
+    console, settings, save = Console(width=130, highlight=False), CHOSEN, not arguments.no_save
+    if arguments.choose:
+        steps, seed = arguments.choose_steps or arguments.steps // 4, arguments.seed + 1
+        tried = choose_all(steps, seed, console)
+        save_choices(tried, steps, seed, console, save)
+        settings = {name: min(losses, key=lambda each: losses[each]) for name, losses in tried.items()}
     found: dict[str, Learned] = {}
-    for name, strategy in strategies(arguments.steps, outer_lr).items():
-        found[name] = run(strategy, arguments.seed, arguments)
-        console.print(f"{name}: held-out loss {found[name].loss:.4f}")
-    table = new_table(
-        f"GPT of width {WIDTH}, {LAYERS} layers, {RANKS} ranks x {BATCH} x {LENGTH} tokens, {arguments.steps} steps",
-        "strategy", "held-out loss", "to ddp's", "MB sent by all ranks", "times fewer",
-    )  # fmt: skip
-    for name, one in found.items():
-        ratio, fewer = one.loss / found["ddp"].loss, found["ddp"].payload / max(one.payload, 1)
-        table.add_row(name, f"{one.loss:.4f}", f"{100 * (ratio - 1):+.2f}%", f"{one.payload / 1e6:.1f}", f"{fewer:.1f}")
-    saved = {"steps": arguments.steps, "seed": arguments.seed, "outer_lr": outer_lr, "tried": tried}
-    results = {"results": {name: asdict(one) for name, one in found.items()}}
-    publish("convergence", [table], saved | results, console, not arguments.no_save)
-    if not arguments.no_save:
-        curves = [Curve(name, list(itertools.dropwhile(_early, one.held_out))) for name, one in found.items()]
-        title = "Held-out loss at the consensus, nats per byte"
-        (IMAGES / "convergence.svg").write_text(line_plot(title, "steps", "loss", curves))
+    for name, setting in settings.items():
+        found[name] = run(name, setting, arguments.seed, arguments.steps, arguments.look_every)
+        console.print(f"{name} with {_said(setting)}: held-out loss {found[name].loss:.4f}")
+    save_comparison(found, settings, arguments.steps, arguments.seed, console, save)
 
 
 def _early(point: tuple[float, float]) -> bool:
