@@ -9,7 +9,7 @@ ARGS ?=
 # one that hangs does, then ends the run, and is named.
 SIDE_BY_SIDE := --numprocesses auto --dist loadfile --max-worker-restart 0
 
-.PHONY: help train quick test test-isa lint unit fuzz docs bench-collectives bench-training bench-overhead bench-memory bench-backend bench-cluster bench-averaging bench-convergence bench-edits bench-resnet bench-convergence clean
+.PHONY: help train quick test test-isa lint unit fuzz docs bench-collectives bench-training bench-overhead bench-memory bench-backend bench-cluster bench-averaging bench-convergence bench-precision bench-edits bench-resnet clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -82,15 +82,14 @@ bench-averaging: $(READY) ## diloco, at once and in fragments, beside ddp on two
 bench-convergence: $(READY) ## held-out loss and bytes of diloco and gossip beside ddp, on four ranks
 	$(BIN)/python -m benchmarks.convergence $(ARGS)
 
+bench-precision: $(READY) ## training loss in fp32, bf16, fp16 and under autocast
+	$(BIN)/python -m benchmarks.precision $(ARGS)
+
 bench-edits: $(READY) ## what looking for edits of parameters costs a step without any
 	$(BIN)/python -m benchmarks.edits
 
 bench-resnet: $(READY) ## ResNet-50 on 2 and 4 ranks, and in one process on one core and on all
 	$(BIN)/python -m benchmarks.resnet
-
-bench-convergence: $(READY) ## held-out loss and bytes of ddp, diloco and gossip on 4 ranks, 2,000 steps each: an hour on two cores
-	$(BIN)/python -m benchmarks.convergence --tune $(ARGS)
-	$(BIN)/python -m benchmarks.convergence $(ARGS)
 
 clean: ## remove the environment and every cache
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build src/*.egg-info

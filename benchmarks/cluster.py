@@ -7,6 +7,8 @@ share its cores; whatever a host sends passes a token bucket at the link's rate.
 included. The wire's limit is how long the link takes for these bytes if it is never idle: no step of that contender
 can be shorter, nor can it be shorter than a step of `unconnected`, whose ranks do not communicate.
 
+With a bf16 wire gradients travel in half their bytes: beside torch DDP with its bf16 hook.
+
 `--averaging` measures those who exchange parameters every 50 steps beside those who exchange gradients in each
 (see `exchange_less`), by default at 100 Mbit/s, in about 15 minutes with two rounds.
 """
@@ -40,7 +42,10 @@ from benchmarks.training_report import (
 from sherd.errors import SherdError
 from sherd.testing import Hosts
 
-NAMES = ["unconnected", "torch-ddp", "fsdp2", "sherd-zero2", "sherd-zero3"]
+NAMES = [
+    *("unconnected", "torch-ddp", "torch-ddp-bf16", "fsdp2", "sherd-zero2", "sherd-zero3"),
+    *("sherd-zero2-bf16", "sherd-zero3-bf16"),
+]
 REFERENCES = (YARDSTICK, "fsdp2")
 MEGABITS = 1000
 TARGETS: list[Target] = [("A", "sherd-zero2", YARDSTICK, 1.3), ("A", "sherd-zero3", "fsdp2", 2.0)]

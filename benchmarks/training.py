@@ -19,6 +19,8 @@ Memory is the proportional set size (PSS) of all ranks together, without pages o
 the peak during steps, less what the ranks had before the model was built, with everything imported, the process group
 up and a step of a tiny model done, since torch loads much at its first step. The model's parameters count.
 
+`--against REVISION` lets sherd take part a second time, as it was at that commit, and saves nothing.
+
 `--memory` measures memory alone, one contender after the other with no other group alive, at 98 M parameters and one
 sequence of 32 tokens on each rank; it samples throughout all steps. It begins with one plain process: ranks should need
 16 bytes per parameter together, and each what a plain process takes beyond its own 16, everything counted. It takes
@@ -35,8 +37,10 @@ import random
 import re
 import signal
 import statistics
-from collections.abc import Mapping
-from contextlib import ExitStack
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -47,7 +51,7 @@ from rich.console import Console, RenderableType
 
 from benchmarks.gpt import SIZES
 from benchmarks.processes import GroupFailed
-from benchmarks.training_contenders import CONTENDERS, OPTIMIZERS, chosen, of_training
+from benchmarks.training_contenders import CONTENDERS, EARLIER, OPTIMIZERS, chosen, of_training
 from benchmarks.training_group import Group
 from benchmarks.training_memory import OURS, memory_report, weigh, weigh_plain
 from benchmarks.training_place import Place
@@ -141,6 +145,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="name the contenders and stop")
     parser.add_argument("--memory", action="store_true", help=f"measure memory alone, by default of {', '.join(OURS)}")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a group has for an answer (default: 300)")
+    parser.add_argument("--against", metavar="REVISION", help="measure sherd as it was at that commit too")
     parser.add_argument("--no-save", action="store_true", help=f"write nothing to {RESULTS.name}/")
     arguments = parser.parse_args()
     if arguments.list:
@@ -154,8 +159,24 @@ def main() -> None:
     end_ranks_when_stopped()
     console = Console(width=130, highlight=False)
     measure = measure_memory if arguments.memory else measure_speed
-    tables, saved = measure(arguments, names, console)
-    publish("training_memory" if arguments.memory else "training", tables, saved, console, not arguments.no_save)
+    with at_revision(arguments.against) if arguments.against else nullcontext():
+        if arguments.against:
+            names = [*(names or (OURS if arguments.memory else of_training())), *chosen(["before"])]
+        tables, saved = measure(arguments, names, console)
+    save = not (arguments.no_save or arguments.against)
+    publish("training_memory" if arguments.memory else "training", tables, saved, console, save)
+
+
+@contextmanager
+def at_revision(revision: str) -> Iterator[None]:
+    """Inside, contenders that are to be as they were `before` have the package of that commit."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(["git", "archive", revision, "src"], capture_output=True, check=False)
+        if archive.returncode:
+            raise SystemExit(f"--against {revision}: {archive.stderr.decode().strip()}")
+        subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+        os.environ[EARLIER] = str(Path(folder) / "src")
+        yield
 
 
 def measure_speed(arguments: Any, names: list[str] | None, console: Console) -> tuple[list[RenderableType], list[Any]]:

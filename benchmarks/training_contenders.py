@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -27,6 +28,8 @@ from benchmarks.gpt import Gpt, cross_entropy
 RATE = 3e-4
 EVERY = 50  # steps between two exchanges of parameters, of those that exchange no gradients
 CORES = len(os.sched_getaffinity(0))
+EARLIER = "SHERD_EARLIER_SOURCE"
+"""Where the package of an earlier revision is, for those who take part as they were `before`."""
 Step = Callable[[Tensor, Tensor], Tensor]  # a batch in, its loss out; the model was updated
 Options = Mapping[str, Any]  # of AdamW
 OPTIMIZERS: dict[str, Options] = {"default": {"lr": RATE}, "fused": {"lr": RATE, "fused": True}}
@@ -38,6 +41,12 @@ def _alone(model: Gpt, options: Options) -> Step:
 
 def _torch_ddp(model: Gpt, options: Options) -> Step:
     return _loop(DistributedDataParallel(model), AdamW(model.parameters(), **options))
+
+
+def _torch_ddp_bf16(model: Gpt, options: Options) -> Step:
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, bf16_compress_hook)
+    return _loop(wrapped, AdamW(model.parameters(), **options))
 
 
 def _torch_zero(model: Gpt, options: Options) -> Step:
@@ -84,11 +93,12 @@ def _deepspeed(model: Gpt, options: Options, *, stage: int) -> Step:
     return step
 
 
-def _sherd(model: Gpt, options: Options, *, strategy: str, **chosen: Any) -> Step:
+def _sherd(model: Gpt, options: Options, *, strategy: str, wire: str | None = None, **chosen: Any) -> Step:
     """With `chosen` options, `strategy` is the name of its class."""
     sherd: Any = importlib.import_module("sherd")
     how = getattr(sherd, strategy)(**chosen) if chosen else strategy
-    model, optimizer = sherd.distribute(model, AdamW(model.parameters(), **options), strategy=how)
+    more = {} if wire is None else {"wire_dtype": wire}  # an earlier revision does not know it
+    model, optimizer = sherd.distribute(model, AdamW(model.parameters(), **options), strategy=how, **more)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = model.loss(x, y)
@@ -110,10 +120,18 @@ class Contender:
     threads: int = 1
     package: str = "torch"  # imported before its memory is counted
     environment: dict[str, str] = field(default_factory=dict)
+    before: bool = False  # the package as it was at an earlier revision
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of its processes."""
+        return self.environment | ({"PYTHONPATH": os.environ[EARLIER]} if self.before else {})
 
     @property
     def missing(self) -> str | None:
         """Why it cannot take part here."""
+        if self.before and EARLIER not in os.environ:
+            return "needs --against REVISION"
         if importlib.util.find_spec(self.package) is None:
             return "not installed: extra `bench`"
         return None
@@ -126,6 +144,16 @@ def _of_deepspeed(stage: int) -> Contender:
 
 def _of_sherd(strategy: str) -> Contender:
     return Contender(f"sherd {strategy}", partial(_sherd, strategy=strategy), package="sherd")
+
+
+def _before(strategy: str) -> Contender:
+    """The same as `_of_sherd`, of an earlier revision."""
+    return Contender(f"{strategy} before", partial(_sherd, strategy=strategy), package="sherd", before=True)
+
+
+def _bf16_wire(strategy: str) -> Contender:
+    """Gradients travel in bf16."""
+    return Contender(f"sherd {strategy}, bf16 wire", partial(_sherd, strategy=strategy, wire="bf16"), package="sherd")
 
 
 def _averaging(title: str, **chosen: Any) -> Contender:
@@ -150,6 +178,14 @@ CONTENDERS = {
     "sherd-zero3": _of_sherd("zero3"),
     "sherd-diloco": _averaging("sherd diloco"),
     "sherd-streaming": _averaging("sherd diloco, 4 fragments", fragments=4, delay=10),
+    "before-ddp": _before("ddp"),
+    "before-zero1": _before("zero1"),
+    "before-zero2": _before("zero2"),
+    "before-zero3": _before("zero3"),
+    "torch-ddp-bf16": Contender("torch DDP, bf16 hook", _torch_ddp_bf16),
+    "sherd-ddp-bf16": _bf16_wire("ddp"),
+    "sherd-zero2-bf16": _bf16_wire("zero2"),
+    "sherd-zero3-bf16": _bf16_wire("zero3"),
     "torch-ddp-on-sherd": Contender("torch DDP on sherd", _torch_ddp, backend="sherd", package="sherd"),
     "fsdp2-on-sherd": Contender("torch FSDP2 on sherd", _fsdp2, backend="sherd", package="sherd"),
 }
@@ -169,4 +205,6 @@ def chosen(names: Iterable[str]) -> list[str]:
 def of_training() -> list[str]:
     """All but those that `benchmarks.backend`, `benchmarks.resnet` and `benchmarks.cluster` have for themselves."""
     others = ("one-core", "sherd-diloco", "sherd-streaming")
-    return [key for key, contender in CONTENDERS.items() if contender.backend == "gloo" and key not in others]
+    special = [key for key, one in CONTENDERS.items() if one.before or key.endswith("-bf16")]
+    plain = [key for key in CONTENDERS if key not in (*others, *special)]
+    return [key for key in plain if CONTENDERS[key].backend == "gloo"]

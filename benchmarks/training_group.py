@@ -30,7 +30,7 @@ class Group(Processes):
     def start(self) -> None:
         """Processes, then process group, then model; the memory is weighed between these."""
         for variables in self.place.meeting_point(1 if self.contender.whole else self.ranks):
-            self.start_process(variables | self.contender.environment, self.contender.threads)
+            self.start_process(variables | self.contender.variables, self.contender.threads)
         self.ask(
             [
                 Join(self.name, rank, self.ranks, self.place.host_of(rank), self.size, self.optimizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from sherd.config import CommOptions, LoaderOptions, StepOptions
+from sherd.config import CommOptions, LoaderOptions, LossScale, StepOptions
 from sherd.errors import (
     ChunkFailed,
     CodecFailed,
@@ -22,7 +22,7 @@ from sherd.errors import (
 from sherd.patches import backend_import as _backend_import
 
 if TYPE_CHECKING:
-    from sherd import comm, observe, strategies
+    from sherd import comm, observe, optim, strategies
     from sherd.api import (
         barrier,
         broadcast,
@@ -76,6 +76,7 @@ __all__ = [
     "Gossip",
     "LoaderOptions",
     "LocalSGD",
+    "LossScale",
     "PeerLost",
     "RankFailed",
     "SherdError",
@@ -104,6 +105,7 @@ __all__ = [
     "mean",
     "no_sync",
     "observe",
+    "optim",
     "print",
     "progress",
     "rank",
@@ -116,7 +118,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch on first use: `sherd --help` must not wait for it."""
-    if name in ("comm", "observe", "strategies"):
+    if name in ("comm", "observe", "optim", "strategies"):
         return importlib.import_module(f"sherd.{name}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 TRANSPORTS = ("auto", "host", "cluster", "c10d")
 ORDERS = ("tree", "transport")
 CHUNK_ALIGNMENT = 4096
+PRECISIONS = ("fp32", "bf16", "fp16", "bf16-autocast")
+HALVES = ("bf16", "fp16")
+DTYPES = ("fp32", *HALVES)
 
 
 class Options:
@@ -144,6 +147,54 @@ class CommOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossScale(Options):
+    """Dynamic loss scaling, which a training loop does not see: small gradients would vanish in 16 bits.
+
+    `backward` starts from the scale instead of from 1, and gradients are divided by it when they have been summed over
+    the ranks. `p.grad`, norms, clipping and the `.grad` of everything that is not distributed never show it. Inside a
+    backward it does show: in hooks on tensors and modules, and in the `.grad` of what was told to `retain_grad()`.
+    `torch.autograd.grad` is not scaled.
+
+    An overflow, which is a gradient that is not finite on some rank, costs a step: no rank takes it, whatever
+    `nonfinite` says, and a learning-rate scheduler waits too. (An optimizer that evaluates the loss several times in a
+    step cannot skip it half-way: there it is an error.) All scaled models of a process share one scale. Scales
+    and factors are powers of two, so that scaling rounds nothing.
+    """
+
+    initial: float = 2.0**16
+    """The first scale. A backward that starts from a float16 starts from 2**15 at most: it holds no more."""
+
+    growth_interval: int = 2000
+    """After so many steps in a row without an overflow the scale is multiplied by `growth`."""
+
+    growth: float = 2.0
+    """At least 1."""
+
+    backoff: float = 0.5
+    """What the scale is multiplied by after `hysteresis` overflows. Below 1."""
+
+    hysteresis: int = 1
+    """How many overflows lower the scale, counted since it last changed or could have grown."""
+
+    floor: float = 1.0
+    """The smallest scale. What overflows there too is an error, which names the parameters."""
+
+    ceiling: float = 2.0**24
+    """The largest scale."""
+
+    def validate(self) -> None:
+        for name in ("initial", "growth", "backoff", "floor", "ceiling"):
+            power_of_two(self, name)
+        at_least(self, "growth_interval", 1)
+        at_least(self, "growth", 1.0)
+        if self.backoff >= 1.0:
+            refuse(self, "backoff", "below 1, or the scale would never become smaller", "backoff=0.5")
+        at_least(self, "hysteresis", 1)
+        if not self.floor <= self.initial <= self.ceiling:
+            refuse(self, "initial", f"between floor={self.floor:g} and ceiling={self.ceiling:g}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepOptions(Options):
     """What a step is, under any strategy."""
 
@@ -163,6 +214,9 @@ class StepOptions(Options):
     they are skipped where gradients are summed over the ranks, because those of one rank would reach all others, and
     allowed, as in plain torch, in a world of one."""
 
+    loss_scale: LossScale | None = None
+    """Scale losses before their backward, and gradients back once they are summed. None: do not."""
+
     loss_reduction: str = "mean"
     """Whether the loss is the "mean" over its batch, so that gradients are averaged, or the "sum": they are added."""
 
@@ -181,6 +235,20 @@ class StepOptions(Options):
     """Which ranks hold which parameters and buffers, where ranks differ: patterns of names, each with its ranks, as in
     {"experts.0.*": [0, 1]}. None: all ranks hold everything."""
 
+    precision: str = "fp32"
+    """What the model computes with: "bf16" or "fp16" parameters, of which owners keep fp32 masters; "bf16-autocast",
+    fp32 parameters that torch.autocast casts in the forward; or "fp32", the dtypes that the model has."""
+
+    grad_dtype: str | None = None
+    """The dtype in which the sum of 16-bit gradients is kept. None: that of the masters."""
+
+    wire_dtype: str | None = None
+    """The dtype in which gradients travel. None: that of the parameters."""
+
+    keep_fp32: Sequence[str | type | types.EllipsisType] | None = None
+    """Modules and parameters that stay in fp32 under a 16-bit precision: names, patterns of names, classes of modules,
+    and ... for what is kept by default. None: that, which is norm layers and losses."""
+
     def validate(self) -> None:
         at_least(self, "accumulate", 1)
         if self.accumulate_at is not None:
@@ -195,6 +263,34 @@ class StepOptions(Options):
         if self.groups is not None:
             # Sorted, and a copy: what is written in another order is the same.
             object.__setattr__(self, "groups", {name: _ranks(self, name, each) for name, each in self.groups.items()})
+        self._validate_precision()
+
+    @property
+    def converts(self) -> bool:
+        """Whether parameters are kept in 16 bits, with masters."""
+        return self.precision in HALVES
+
+    def _validate_precision(self) -> None:
+        one_of(self, "precision", PRECISIONS)
+        if self.wire_dtype is not None:
+            one_of(self, "wire_dtype", DTYPES)
+        if self.grad_dtype is not None:
+            one_of(self, "grad_dtype", ("fp32", "bf16"))  # unscaled, gradients may be too small for fp16
+        if self.grad_dtype == "bf16" and self.precision == "fp16":
+            refuse(
+                self, "grad_dtype", '"fp32" with fp16 parameters, whose gradients bf16 would round', 'grad_dtype="fp32"'
+            )
+        for name in ("grad_dtype", "keep_fp32"):
+            if getattr(self, name) is not None and self.precision not in HALVES:
+                refuse(self, name, f"used with 16-bit parameters, not precision={self.precision!r}", 'precision="bf16"')
+        if self.keep_fp32 is not None:
+            if isinstance(self.keep_fp32, str):
+                refuse(self, "keep_fp32", "a list", f"keep_fp32=[{self.keep_fp32!r}]")
+            if wrong := [each for each in self.keep_fp32 if not isinstance(each, str | type | types.EllipsisType)]:
+                refuse(self, "keep_fp32", f"made of names, classes of modules and ..., found {wrong[0]!r}")
+            object.__setattr__(self, "keep_fp32", tuple(self.keep_fp32))
+        if self.precision == "fp16" and self.loss_scale is None:
+            object.__setattr__(self, "loss_scale", LossScale())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +332,14 @@ def at_least(options: Options, name: str, least: float) -> None:
     value = getattr(options, name)
     if value is not None and not (math.isfinite(value) and value >= least):
         refuse(options, name, f"at least {least}")
+
+
+def power_of_two(options: Options, name: str) -> None:
+    """The option is a power of two, such as 0.5 or 65536."""
+    value = getattr(options, name)
+    if not math.isfinite(value) or value <= 0 or math.frexp(value)[0] != 0.5:
+        up = 2.0 ** round(math.log2(value)) if math.isfinite(value) and value > 0 else 1.0
+        refuse(options, name, "a power of two, so that scaling rounds nothing", f"{name}={up:g}")
 
 
 def multiple_of(options: Options, name: str, unit: int) -> None:

@@ -45,6 +45,13 @@ def every_operation(options, group):
             same(c.all_to_all(tall[rank]).wait(), pieces, ("all_to_all", *what))
             root = seed % world
             same(c.broadcast(mine.clone(), root).wait(), all_inputs[root], ("broadcast", *what))
+            given = mine if rank == root else None
+            same(c.broadcast(torch.zeros_like(mine), root, source=given).wait(), all_inputs[root], ("source", *what))
+            expected = total if rank == root else total.new_empty(0)
+            same(c.reduce(mine, root=root).wait(), expected, ("reduce", *what))
+            in_place = mine.clone()
+            found = c.reduce(in_place, in_place if rank == root else mine.new_empty(0), root=root)
+            same(found.wait(), expected, ("reduce in place", *what))
             ring = torch.empty_like(mine)
             sent, received = c.send(mine, (rank + 1) % world), c.recv(ring, (rank - 1) % world)
             same(received.wait(), all_inputs[(rank - 1) % world], ("recv", *what))
@@ -80,6 +87,8 @@ def reductions_codecs_and_dtypes(transport):
             same(c.all_reduce(inputs[rank], op=op).wait(), reduced(inputs, 2, op), (op, dtype))
             expected = reduced(inputs, 2, op).chunk(world)[rank]
             same(c.reduce_scatter(inputs[rank], op=op).wait(), expected, (op, dtype))
+            expected = reduced(inputs, 2, op) if rank == 1 else expected[:0]
+            same(c.reduce(inputs[rank], root=1, op=op).wait(), expected, (op, dtype))
         for numel in (60, 60_000):
             inputs = [tensor_of(r, (numel,), torch.float32) for r in range(world)]
             cast = [x.bfloat16().float() for x in inputs]
@@ -174,18 +183,27 @@ def shared_memory():
             same(c.reduce_scatter(buffers[rank]).wait(), expected.chunk(world)[rank], "lent reduce_scatter")
             same(c.all_reduce(buffers[rank]).wait(), expected, "lent all_reduce")
             same(c.all_gather(buffers[rank]).wait(), torch.cat(inputs), "lent all_gather")
+            at_root = expected if rank == 2 else expected[:0]
+            same(c.reduce(buffers[rank], root=2).wait(), at_root, "lent reduce")
             pieces = torch.cat([x.chunk(world)[rank] for x in inputs])
             same(c.all_to_all(buffers[rank]).wait(), pieces, "lent all_to_all")
             # One rank lends, the others give private tensors.
             mixed = buffers[rank] if rank == 1 else inputs[rank]
             same(c.reduce_scatter(mixed).wait(), expected.chunk(world)[rank], "mixed reduce_scatter")
             same(c.all_reduce(mixed).wait(), expected, "mixed all_reduce")
+            same(c.reduce(mixed, root=2).wait(), at_root, "mixed reduce")
             same(c.broadcast(mixed.clone() if rank != 1 else mixed, 1).wait(), inputs[1], "lent broadcast")
             if rank == 0:
                 c.send(buffers[0], 1).wait()
             if rank == 1:
                 same(c.recv(torch.empty(numel), 0).wait(), inputs[0], "lent send")
             same(c.all_reduce(buffers[rank], buffers[rank]).wait(), expected, "lent, in place")
+            common = c.shared_tensor(numel)
+            same(c.broadcast(common, 1, source=inputs[1] if rank == 1 else None).wait(), inputs[1], "shared broadcast")
+            c.barrier().wait()
+            if rank == 2:
+                common.copy_(inputs[2])
+            same(c.broadcast(common, 2, what="again").wait(), inputs[2], "shared broadcast in place")
             common = c.shared_tensor(world, numel)
             same(c.all_gather(inputs[rank].view(1, -1), common).wait(), torch.stack(inputs), "into a shared tensor")
             c.barrier().wait()
@@ -205,6 +223,7 @@ def larger_than_any_buffer(transport):
         expected = reduced(inputs, 2)
         same(c.reduce_scatter(inputs[rank]).wait(), expected.chunk(world)[rank], "reduce_scatter")
         same(c.all_gather(inputs[rank]).wait(), torch.cat(inputs), "all_gather")
+        same(c.reduce(inputs[rank], root=1).wait(), expected if rank == 1 else expected[:0], "reduce")
         same(c.all_reduce(inputs[rank], inputs[rank]).wait(), expected, "all_reduce")
 
 
@@ -247,6 +266,7 @@ def counted(transport):
         c.all_to_all(torch.ones(n)).wait()
         c.broadcast(torch.ones(n), 1).wait()
         c.reduce_scatter(torch.ones(n), codec=comm.Cast(torch.bfloat16)).wait()
+        c.reduce(torch.ones(n), root=2).wait()
         if c.rank < 2:
             (c.recv if c.rank else c.send)(torch.ones(n), 1 - c.rank).wait()
         c.barrier().wait()
@@ -284,6 +304,12 @@ def reduce_with_own(transport, numel, dtype, codec):
             place.view(world, -1)[rank] = float("nan")  # scratch: nobody may look
             assert torch.equal(ranks.reduce_scatter(place, op="mean", codec=codec, own=own).wait(), plain)
             assert torch.equal(own, source.view(world, -1)[rank])
+        if codec is None:
+            plain = ranks.reduce(source.clone(), root=1, op="mean").wait()
+            for place in (source.clone(), lent):
+                place.copy_(source if rank != 1 else torch.full_like(source, float("nan")))
+                own = source.clone() if rank == 1 else None
+                assert torch.equal(ranks.reduce(place, root=1, op="mean", own=own).wait(), plain)
 
 
 @pytest.mark.parametrize("transport", ["host", "c10d"])
@@ -328,6 +354,7 @@ def test_payload_bytes_are_the_formula(ranks, transport):
         assert payload["all_gather"] == payload["all_to_all"] == (world - 1) * slice_bytes
         assert payload["all_reduce"] == 2 * (world - 1) * slice_bytes
         assert payload["broadcast"] == ((world - 1) * world * slice_bytes if rank == 1 else 0)
+        assert payload["reduce"] == (0 if rank == 2 else world * slice_bytes)
         assert payload.get("send", 0) == (world * slice_bytes if rank == 0 else 0)
         assert payload["barrier"] == 0
 
@@ -341,6 +368,8 @@ def test_a_world_of_one_does_the_same_calls():
         assert torch.equal(c.all_reduce(x, codec=comm.Cast(torch.bfloat16)).wait(), x.bfloat16().float())
         assert torch.equal(c.all_gather(x, dtype=torch.float64).wait(), x.double())
         assert c.broadcast(x.detach(), 0).wait().shape == (6, 3)
+        assert torch.equal(c.broadcast(torch.zeros(6, 3), source=x).wait(), x)
+        assert torch.equal(c.reduce(x, root=0, op="mean").wait(), x)
         assert c.barrier().done()
         assert c.all_gather_object("me") == ["me"]
         assert c.broadcast_object("me") == "me"
@@ -361,6 +390,11 @@ def bad_arguments(transport):
             (lambda: c.all_gather(x, torch.empty(9)), "needs an output of shape \\(10,\\)"),
             (lambda: c.all_gather(x, torch.empty(10), dtype=torch.int64), "give one of the two"),
             (lambda: c.broadcast(x, 2), "root=2; write a rank from 0 to 1"),
+            (lambda: c.broadcast(x, c.rank, source=torch.ones(4)), "own has 4 elements of torch.float32, expected 5"),
+            (lambda: c.reduce(x, root=2), "root=2; write a rank from 0 to 1"),
+            (lambda: c.reduce(x, root=0, op="sun"), "did you mean 'sum'"),
+            (lambda: c.reduce(x, torch.empty(4), root=c.rank), "needs an output of shape \\(5,\\)"),
+            (lambda: c.reduce(x, torch.empty(5), root=1 - c.rank), "needs an output of shape \\(0,\\)"),
             (lambda: c.send(x, c.rank), "this rank itself"),
             (lambda: c.all_to_all(t := torch.ones(2), t), "cannot work in place"),
             (lambda: c.subgroup([1, 0]), "ascending"),

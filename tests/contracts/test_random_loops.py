@@ -180,9 +180,9 @@ class InOneProcess:
 class OnRanks(InOneProcess):
     """The same, distributed."""
 
-    def __init__(self, case, c, strategy):
+    def __init__(self, case, c, strategy, **more):
         super().__init__(case)
-        options = {"bucket_bytes": case.bucket_bytes, "accumulate_at": case.accumulate_at}
+        options = {"bucket_bytes": case.bucket_bytes, "accumulate_at": case.accumulate_at, **more}
         sherd.distribute(self.model, self.optimizer, strategy=strategy, comm=c, **options)
         self.rank = c.rank
 

@@ -47,7 +47,7 @@ def relayouts(draw: st.DrawFn, entries: tuple[Entry, ...]) -> ShardLayout:
     world = draw(WORLDS)
     group = draw(st.integers(1, world))
     some = st.none() | st.sets(st.integers(0, world - 1), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
-    ranks = [None if entry.placement is Placement.LAYER else draw(some) for entry in placed]
+    ranks = [draw(some) for _ in placed]
     return ShardLayout.build(placed, world, bucket_numel=draw(BUCKET_NUMELS), group=group, ranks=ranks)
 
 
@@ -76,10 +76,10 @@ def span(segment: Segment) -> slice:
 
 def empty_slices(layout: ShardLayout) -> Slices:
     return {
-        (bucket.index, owner): np.full(bucket.slice_numel, PADDING)
+        (bucket.index, owner): np.full(bucket.owned_numel(place), PADDING)
         for bucket in layout.buckets
         for owner in range(layout.world)
-        if bucket.owner_of(owner) is not None
+        if (place := bucket.owner_of(owner)) is not None
     }
 
 

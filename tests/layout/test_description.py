@@ -28,8 +28,8 @@ def test_what_was_chosen_is_read_and_not_chosen_again():
     entries = [Entry(f"p{n}", (300,), "float32", Placement.LAYER) for n in range(2)]
     data = ShardLayout.build(entries, 2).to_json()
     data["buckets"] = [
-        {"entries": [1], "slice_numel": 512, "holders": [1]},
-        {"entries": [0], "slice_numel": 512, "holders": [1]},
+        {"entries": [1], "slice_numel": 512, "holder": 1},
+        {"entries": [0], "slice_numel": 512, "holder": 1},
     ]
     layout = ShardLayout.from_json(data)
     assert [segment.entry for segment in layout.segments(1)] == [1, 0]
@@ -75,14 +75,14 @@ def change(*path, to):
         (change("buckets", 0, "entries", to=[2]), r"must be less than 2, found \[2\]"),
         (change("buckets", 0, to=None), r"every entry must be in one bucket; entries \[0\]"),
         (change("buckets", 0, "slice_numel", to=512), "slices of 512 elements, its entries give 256"),
-        (change("buckets", 0, "holders", to=[0]), "'holders' belongs to buckets of whole layers"),
-        (change("buckets", 1, "holders", to=None), "'holders' belongs to buckets of whole layers"),
-        (change("buckets", 1, "holders", to=[0, 1]), "found 2 holders, expected one for each of 1"),
-        (change("buckets", 1, "holders", to=[2]), "holders must be less than 2"),
+        (change("buckets", 0, "holder", to=0), "'holder' belongs to buckets of whole layers"),
+        (change("buckets", 1, "holder", to=None), "'holder' belongs to buckets of whole layers"),
+        (change("buckets", 1, "holder", to="0"), "holder must be a whole number.*found '0'"),
+        (change("buckets", 1, "holder", to=2), "holder must be less than 2"),
         (change("buckets", 0, "ranks", to=[2]), "ranks must be less than 2"),
         (change("buckets", 0, "ranks", to=[1, 0]), r"ranks must ascend without repeats, found \[1, 0\]"),
         (change("buckets", 0, "ranks", to=[]), "ranks must ascend without repeats"),
-        (change("buckets", 1, "ranks", to=[0]), "'ranks' does not belong to buckets of whole layers"),
+        (change("buckets", 1, to={"entries": [1], "slice_numel": 512, "holder": 1, "ranks": [0]}), "be less than 1"),
     ],
 )
 def test_a_damaged_description_is_refused(damage, message):

@@ -6,12 +6,17 @@ agreed, so no rank's own values are overwritten by a call that fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+import logging
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from sherd import data, observe
 from sherd.api.helpers.coordination import Failure, failure_of, raise_any
@@ -22,11 +27,16 @@ from sherd.api.training import Training, find_training, training_of
 from sherd.comm import Communicator, labelled
 from sherd.data.restore import as_it_is
 from sherd.engine.assembly import assemble
+from sherd.engine.buckets.precision import Precision
 from sherd.engine.engine import Engine
+from sherd.engine.modules.casting import Autocasting, Casting
 from sherd.engine.modules.sync_batch_norm import share_statistics
 from sherd.engine.parameters.mesh import Teams
 from sherd.errors import CommError
-from sherd.patches import optimizer_object, schedulers
+from sherd.machine import half_kernels, native_half
+from sherd.patches import grad_scaler, optimizer_object, schedulers
+
+log = logging.getLogger("sherd")
 
 T = TypeVar("T")
 
@@ -78,12 +88,38 @@ def _prepare(plan: Plan, comm: Communicator, undo: ExitStack) -> Engine:
         training.own(thing)
     enrol(plan.model, engine, undo)
     share_statistics(plan.model, engine, undo)
+    _cast(plan, comm, undo)
     for index, sharding in enumerate(plan.shardings):
         sharding.apply(undo, trains=index == 0)
     refuse_foreign()
-    if plan.options.accumulate > 1:
-        schedulers.install(_is_inside_a_window)
+    if plan.options.accumulate > 1 or plan.options.loss_scale is not None:
+        schedulers.install(_waits)
+    if plan.options.accumulate > 1 or teams.count > 1:
+        grad_scaler.install_steps(_is_inside_a_window, _counted)
     return engine
+
+
+def _cast(plan: Plan, comm: Communicator, undo: ExitStack) -> None:
+    """Cast what modules take and return, if the precision asks for it."""
+    half = Precision.of(plan.options).half
+    if plan.options.precision != "fp32" and plan.inventory.device.type == "cpu" and comm.rank == 0:
+        _warn_of_emulation(half or torch.bfloat16)
+    casting: Casting | Autocasting
+    if half is not None and plan.kept is not None:
+        casting = Casting(plan.models, half, plan.kept)
+    elif plan.options.precision == "bf16-autocast":
+        casting = Autocasting(plan.models, torch.bfloat16)
+    else:
+        return
+    undo.callback(casting.remove)
+    casting.install()
+
+
+@cache
+def _warn_of_emulation(dtype: torch.dtype) -> None:
+    """Say once per process that this CPU has no kernels for a dtype."""
+    if not native_half(dtype):
+        log.warning("precision= will be slow here: this CPU has %s", half_kernels())
 
 
 def _as_it_is(optimizer: Optimizer) -> Callable[[], None]:
@@ -104,4 +140,33 @@ def _as_it_is(optimizer: Optimizer) -> Callable[[], None]:
 
 def _is_inside_a_window(optimizer: Optimizer) -> bool:
     training = find_training(optimizer)
-    return training is not None and training.gradient(optimizer).window.open
+    return training is not None and not training.gradient(optimizer).window.last
+
+
+@contextmanager
+def _counted(optimizer: Optimizer) -> Iterator[None]:
+    """A program takes a step inside, or leaves it out."""
+    training = find_training(optimizer)
+    calls = None if training is None else training.gradient(optimizer).calls
+    yield
+    if training is not None and training.gradient(optimizer).calls == calls:
+        training.engine.leave_out(training.gradient(optimizer))
+
+
+_seen: MutableMapping[LRScheduler, tuple[int, int]] = WeakKeyDictionary()  # steps and overflows at its last step
+
+
+def _waits(scheduler: LRScheduler) -> bool:
+    """Whether a scheduler is called inside a window, or after nothing but overflows since its last step.
+
+    One that is called once in an epoch does not wait because the last step of the epoch was skipped.
+    """
+    training = find_training(scheduler.optimizer)
+    if training is None:
+        return False
+    gradient = training.gradient(scheduler.optimizer)
+    now, before = (gradient.steps, gradient.overflowed), _seen.get(scheduler, (0, 0))
+    if gradient.window.open or (now[0] == before[0] and now[1] > before[1]):
+        return True
+    _seen[scheduler] = now
+    return False

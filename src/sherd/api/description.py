@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from torch import Tensor
+
 from sherd.api.training import Training
 from sherd.comm.counters import Counters, summed
 from sherd.engine.consensus import distance
-from sherd.engine.contents import Role, pieces
+from sherd.engine.contents import Role, pieces, scalars
 from sherd.engine.engine import Engine
 from sherd.engine.policy import AccumulateAt, Owns
+from sherd.layout.entry import Dtypes
+from sherd.machine import half_kernels
 
 
 def described(training: Training) -> str:
@@ -21,22 +25,33 @@ def described(training: Training) -> str:
     owned_bytes = {role.value: 0 for role in Role}
     for piece in pieces(engine):
         owned_bytes[piece.role.value] += piece.tensor.nbytes
+    others = (each.value for each in scalars(engine))
+    owned_bytes[Role.STATE.value] += sum(each.nbytes for each in others if isinstance(each, Tensor) and each.dim())
     everyone = engine.teams.everyone
     with everyone.counters.agreeing(), everyone.counters.between_steps():
         everybody, added, owners = zip(*everyone.all_gather_object((mine, coming, owned_bytes)), strict=True)
     largest = max((bucket.numel for bucket in layout.buckets), default=0)
-    owned = sum(bucket.described.slice_numel for bucket in engine.buckets.buckets)
+    owned = sum(bucket.described.owned_numel(bucket.comm.rank) for bucket in engine.buckets.buckets)
     frozen = sum(each.entry.numel for each in engine.buckets.asleep)
+    whole = [each for each in engine.buckets.catalogue if each.holder is not None]
     who, everything = ("this", "what it holds") if engine.buckets.grouped else ("each", "everything")
     sliced = policy.owns is Owns.SLICE
-    shard = f"{who} rank owns and updates {owned:,} elements" if sliced else f"none: each rank updates {everything}"
+    shard = f"{'this' if whole else who} rank owns and updates {owned:,} elements"
+    if not sliced:
+        shard = f"none: each rank updates {everything}"
+    if whole:
+        here = sum(each.holder == comm.rank for each in whole)
+        shard += f"; {len(whole)} parameters are owned whole, {here} of them by this rank"
     if engine.mesh.groups > 1:
         shard += f"; {engine.mesh.groups} groups of {engine.mesh.shard.world} ranks have a copy of the parameters each"
     lines = [
         f"strategy   {training.strategy.name}: parameters {policy.home.value}, gradients {policy.keeps.value}, "
         f"accumulated at the {policy.accumulate_at.value}",
         *_accumulation(training),
+        *_precision(engine),
+        *_scale(engine),
         f"ranks      {engine.teams.everyone.world} over {engine.teams.everyone.transport}",
+        *([f"cpu        {half_kernels()}"] if engine.inventory.device.type == "cpu" else ()),
         *_teams(engine),
         f"model      {layout.numel:,} trainable elements in {len(layout.entries)} parameters, "
         f"{layout.padded_numel:,} with padding; {frozen:,} frozen",
@@ -51,6 +66,29 @@ def described(training: Training) -> str:
         lines.append(f"  optimizer state: as it will be after the first step, which adds {sum(added):,} on all ranks")
     lines.append("of these, what each rank owns, and writes into checkpoints; without padding and copies:")
     return "\n".join([*lines, *_rows(owned_bytes, owners, layout.numel)])
+
+
+def _scale(engine: Engine) -> Iterator[str]:
+    """How losses are scaled, if they are."""
+    scale = engine.scale
+    if scale is not None:
+        skipped = f"{scale.total_overflows} step{'' if scale.total_overflows == 1 else 's'} skipped by overflows"
+        yield f"loss scale {scale.value:,g}, {scale.good} steps after the last change or overflow; {skipped}"
+
+
+def _precision(engine: Engine) -> Iterator[str]:
+    """What is computed, sent, summed and stepped in which dtypes, where these are not all the same."""
+    by_dtypes: dict[Dtypes, int] = {}
+    for bucket in engine.layout.buckets:
+        numel = sum(engine.layout.entries[entry].numel for entry in bucket.members)
+        by_dtypes[bucket.dtypes] = by_dtypes.get(bucket.dtypes, 0) + numel
+    for dtypes, numel in by_dtypes.items():
+        if dtypes != Dtypes.all(dtypes.parameter):
+            masters = f" with {dtypes.update} masters" if dtypes.update != dtypes.parameter else ""
+            yield (
+                f"precision  {numel:,} elements in {dtypes.parameter}{masters}; gradients travel in {dtypes.wire} and "
+                f"are summed in {dtypes.sum}"
+            )
 
 
 def _teams(engine: Engine) -> Iterator[str]:

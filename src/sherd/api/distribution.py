@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar, overload
+from types import EllipsisType
+from typing import Any, Literal, TypeVar, overload
 
+from torch import nn
 from typing_extensions import Unpack
 
 from sherd.api.apply import carry_out, together
@@ -16,15 +18,17 @@ from sherd.api.typing import (
     AccumulateAt,
     Check,
     DistributeOptions,
+    Dtype,
     LossReduction,
     NonFinite,
+    Precision,
     StrategyName,
     Streams,
     SyncBuffers,
     Thing,
 )
 from sherd.comm import Communicator, labelled
-from sherd.config import CommOptions, LoaderOptions, StepOptions
+from sherd.config import CommOptions, LoaderOptions, LossScale, StepOptions
 from sherd.errors import ConfigError, nearest
 from sherd.strategies import Strategy, chosen
 
@@ -56,11 +60,16 @@ def distribute(
     accumulate_at: AccumulateAt | None = None,
     clip_norm: float | None = None,
     nonfinite: NonFinite | None = None,
+    loss_scale: LossScale | None = None,
     loss_reduction: LossReduction = "mean",
     sync_buffers: SyncBuffers = "mean",
     bucket_bytes: int | None = None,
     check: Check = "versions",
     groups: Mapping[str, Sequence[int]] | None = None,
+    precision: Precision = "fp32",
+    grad_dtype: Literal["fp32", "bf16"] | None = None,
+    wire_dtype: Dtype | None = None,
+    keep_fp32: Sequence[str | type[nn.Module] | EllipsisType] | None = None,
     global_batch: int | None = None,
     iterable: Streams | None = None,
     comm: CommOptions | Communicator | None = None,
@@ -101,6 +110,9 @@ def distribute(
         no clipping.
     nonfinite: what to do about NaN or infinite gradients: "skip" the step on every rank, "raise" an error, or "allow"
         them. Default: "skip" where gradients are summed over ranks; "allow", as in plain torch, in a world of one.
+    loss_scale: `sherd.LossScale(...)` scales losses before their backward and gradients back once they are summed, for
+        16-bit models; the loop does not see it. A step whose gradient overflows is skipped on every rank, and the scale
+        becomes smaller. Instead of `torch.amp.GradScaler`, not with it. Default: None, no scaling.
     loss_reduction: whether the loss is the "mean" over its batch, so that gradients are averaged over the ranks, or the
         "sum", so that they are added. Default: "mean".
     sync_buffers: how buffers that changed, such as the running statistics of batch norm, are synchronised at each step:
@@ -114,6 +126,15 @@ def distribute(
         such as `{"experts.0.*": [0, 1], "experts.1.*": [2, 3]}`. Gradients of these are summed over the ranks that hold
         them, and divided by the number of all ranks. Default: None, all ranks hold everything.
 
+    What it computes with:
+    precision: "bf16" or "fp16" gives the model 16-bit parameters; their owners keep fp32 masters, which the optimizer
+        steps. Inputs are cast on entry, outputs back to fp32 on exit; "fp16" scales the loss. "bf16-autocast" keeps
+        fp32 parameters and runs the forward under torch.autocast. Default: "fp32", the dtypes that the model has.
+    grad_dtype: the dtype in which sums of 16-bit gradients are kept, "fp32" or "bf16". Default: "fp32".
+    wire_dtype: the dtype in which gradients travel, with fp32 parameters too. Default: that of the parameters.
+    keep_fp32: modules and parameters that stay in fp32 under a 16-bit precision: names, patterns of names, classes of
+        modules, and ... for what is kept by default. Default: None, norm layers and losses.
+
     What loaders yield:
     global_batch: samples per step on all ranks together; sets the first loader's batch size, which is per rank and
         backward, to global_batch / (ranks x accumulate). Default: the loader keeps its own batch size.
@@ -125,11 +146,16 @@ def distribute(
         "accumulate_at": accumulate_at,
         "clip_norm": clip_norm,
         "nonfinite": nonfinite,
+        "loss_scale": loss_scale,
         "loss_reduction": loss_reduction,
         "sync_buffers": sync_buffers,
         "bucket_bytes": bucket_bytes,
         "check": check,
         "groups": groups,
+        "precision": precision,
+        "grad_dtype": grad_dtype,
+        "wire_dtype": wire_dtype,
+        "keep_fp32": keep_fp32,
     }
     return _distribute(things, strategy, comm, step, {"global_batch": global_batch, "iterable": iterable}, unknown)
 

@@ -13,6 +13,7 @@ from sherd.api.members import engine_of
 from sherd.api.training import training_of
 from sherd.engine.consensus import consensus as engine_consensus
 from sherd.engine.gradients.sharded_gradient import ShardedGradient
+from sherd.engine.parameters.masters import with_masters
 from sherd.errors import ConfigError
 
 
@@ -67,16 +68,20 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def full_parameters(model: nn.Module) -> Iterator[None]:
+def full_parameters(model: nn.Module, *, masters: bool = False) -> Iterator[None]:
     """Inside, parameters are whole and private to this rank, to read or to edit. Collective.
 
     Every rank must make the same edits; they are compared, then written back to where the parameters live. `model` may
     be a submodule of a distributed model, which copies less.
+
+    With `masters`, 16-bit parameters are the fp32 values that the optimizer steps, all their bits: to save them, or to
+    edit them. The model computes in fp32 meanwhile.
     """
     engine = engine_of(model)
     engine.torn.refuse("full_parameters")
     engine.refuse_at_consensus("full_parameters")
-    with engine.unchanged.editing(model, compare=True):
+    chosen = with_masters(engine.inventory.of_module(model)) if masters else ()
+    with engine.unchanged.editing(model, compare=True, masters=chosen):
         yield
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,8 +24,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from sherd.api.training import find_training
 from sherd.comm import labelled
+from sherd.engine.buckets.groups import Ranks
+from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.engine import Engine
 from sherd.engine.parameters.gathered.on_use import plain_copies
+from sherd.engine.parameters.masters import with_masters
 from sherd.errors import ConfigError
 from sherd.patches import foreign, module_state, pickling
 
@@ -82,7 +85,7 @@ def _lives_in_ours(parameter: nn.Parameter) -> bool:
     return engine is not None and engine.store.owns_memory
 
 
-def _load(module: nn.Module, assign: bool, original: Callable[[], Any]) -> Any:
+def _load(module: nn.Module, state: Any, assign: bool, original: Callable[[], Any]) -> Any:
     """What `module.load_state_dict(...)` does."""
     engines = engines_of(module)
     if engines and assign:
@@ -94,7 +97,8 @@ def _load(module: nn.Module, assign: bool, original: Callable[[], Any]) -> Any:
             engine.refuse_at_consensus("load_state_dict")
             # Teams differ in what is not loaded, too: all of it becomes that of the first.
             changed = engine.inventory.model if engine.teams.count > 1 else module
-            edits.enter_context(engine.unchanged.editing(changed, compare=False))
+            masters = _not_rounded(module, state, engine)
+            edits.enter_context(engine.unchanged.editing(changed, compare=False, masters=masters))
         found = original()
         for engine in engines:
             engine.take_from_first_team()
@@ -105,6 +109,29 @@ def _load(module: nn.Module, assign: bool, original: Callable[[], Any]) -> Any:
         for engine in engines:
             engine.loaded(loaded)
     return found
+
+
+def _not_rounded(module: nn.Module, state: Any, engine: Engine) -> set[TrackedParameter]:
+    """The parameters with masters to which `state` gives values of more bits than they have: all these bits count. Of
+    others only those values count that differ from the rounded masters. Collective, if there are masters."""
+    found = with_masters(engine.inventory.of_module(module))
+    if not found:
+        return set()
+    rounded = set()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value = state.get(name) if isinstance(state, Mapping) else None
+        if isinstance(value, torch.Tensor) and value.dtype.itemsize <= parameter.dtype.itemsize:
+            rounded.add(parameter)
+    by_ranks: dict[Ranks, list[TrackedParameter]] = {}
+    for member in found:
+        by_ranks.setdefault(member.ranks, []).append(member)
+    chosen: set[TrackedParameter] = set()
+    for its in sorted(by_ranks.values(), key=lambda its: its[0].ranks or ()):  # in one order on all ranks
+        comm, mine = its[0].bucket.comm, [member.parameter in rounded for member in its]
+        with labelled("load_state_dict"), comm.counters.agreeing():
+            agreed = comm.broadcast_object(mine)  # the values of its first rank are taken
+        chosen.update(member for member, is_rounded in zip(its, agreed, strict=True) if not is_rounded)
+    return chosen
 
 
 def _save(module: nn.Module, original: Callable[[], Any]) -> Any:

@@ -14,11 +14,13 @@ from sherd.api.arguments import sort_out
 from sherd.api.training import refuse_shared, refuse_strangers
 from sherd.comm import Communicator
 from sherd.config import LoaderOptions, StepOptions
-from sherd.engine.assembly import check_groups, check_optimizer, settle
+from sherd.engine.assembly import check_groups, check_optimizer, check_precision, check_scaling, settle
 from sherd.engine.buckets.groups import Groups
 from sherd.engine.buckets.inventory import Inventory
+from sherd.engine.buckets.precision import Precision
 from sherd.engine.consistency.settings import compare_optimizers
 from sherd.engine.gradients.gradient import name_of
+from sherd.engine.modules.casting import Kept, kept_modules
 from sherd.engine.parameters.mesh import Teams
 from sherd.engine.policy import ExchangePolicy
 from sherd.errors import ConfigError, Diverged
@@ -37,6 +39,8 @@ class Plan:
     optimizers: list[Optimizer]
     inventory: Inventory
     shardings: list[data.Sharding]
+    kept: Kept | None
+    """what stays in fp32, if the rest becomes 16 bits"""
 
     @classmethod
     def of(
@@ -51,7 +55,8 @@ class Plan:
                 f"accumulate={options.accumulate} counts the optimizer's step() calls, and no optimizer was passed; "
                 f"write sherd.distribute(model, optimizer, accumulate={options.accumulate})"
             )
-        inventory = _inventory(models[0] if len(models) == 1 else nn.ModuleList(models), options, comm)
+        kept = kept_modules(models, options.keep_fp32) if options.converts else None
+        inventory = _inventory(models[0] if len(models) == 1 else nn.ModuleList(models), options, comm, kept)
         names = {each: name_of(each, at) if len(optimizers) > 1 else "" for at, each in enumerate(optimizers)}
         for optimizer, name in names.items():
             for index, group in enumerate(optimizer.param_groups):
@@ -63,18 +68,22 @@ class Plan:
             data.plan(loader, comm, others if index else loading, options.accumulate, strategy.team(comm))
             for index, loader in enumerate(loaders)
         ]
-        return cls(strategy, options, loading, models, optimizers, inventory, shardings)
+        return cls(strategy, options, loading, models, optimizers, inventory, shardings, kept)
 
     def policy(self, teams: Teams) -> ExchangePolicy:
         """The policy of these ranks. Refuses optimizers that cannot follow it."""
         policy = self.strategy.policy(teams.team, self.inventory.device)
-        if teams.everyone.world == 1:
-            policy = Alone()  # there is nobody to exchange anything with
+        check_scaling(self.options, policy, teams.everyone.world, self.strategy.name)
+        check_precision(self.options, policy, teams.count, self.strategy.name, len(self.optimizers))
+        # A loss scale leaves a gradient, and masters read it, where it is summed.
+        needs_sums = self.options.converts or self.options.loss_scale is not None
+        if teams.everyone.world == 1 and not (needs_sums and policy.sums(0)):
+            policy = ExchangePolicy() if needs_sums else Alone()  # there is nobody to exchange anything with
         settle(policy, self.options)
         check_groups(self.inventory.groups, policy, teams.count, self.strategy.name)
         for index, optimizer in enumerate(self.optimizers):
             name = name_of(optimizer, index) if len(self.optimizers) > 1 else ""
-            check_optimizer(optimizer, policy, self.strategy.name, name)
+            check_optimizer(optimizer, policy, self.strategy.name, name, self.options.converts)
         return policy
 
     @property
@@ -99,12 +108,12 @@ class Plan:
         data.compare(comm, self.shardings)
 
 
-def _inventory(model: nn.Module, options: StepOptions, comm: Communicator) -> Inventory:
+def _inventory(model: nn.Module, options: StepOptions, comm: Communicator, kept: Kept | None) -> Inventory:
     groups = Groups(options.groups, comm.world)
     if groups and comm.dry:
         raise ConfigError("groups= cannot be tried without ranks: what each holds is not known; leave it out")
     groups.check([name for name, _ in (*model.named_parameters(), *model.named_buffers())], comm.rank)
-    return Inventory.of(model, comm.dry, groups)
+    return Inventory.of(model, comm.dry, groups, Precision.of(options, () if kept is None else kept.names))
 
 
 def _compare(comm: Communicator, mine: tuple[str, ...]) -> None:

@@ -197,6 +197,8 @@ class Training:
         """Bytes that this rank allocated, by kind."""
         store = self.engine.store
         kinds = {"parameters": store.bytes(), **self.engine.gradient_bytes(), "optimizer state": self.state_bytes()}
+        if masters := [values.master for values in self.engine.values() if values.master is not None]:
+            kinds["masters"] = sum(master.nbytes for master in masters)
         kinds["buckets"] += store.gathered_bytes()
         return {**kinds, **self.engine.policy.bytes()}
 

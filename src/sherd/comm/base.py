@@ -104,10 +104,7 @@ class Communicator(ABC):
         it saves copying what no other rank reads.
         """
         call, source, result, flat = self._prepared("reduce_scatter", input, output, dtype, codec, op)
-        if own is not None and (own.dtype, own.numel() * self.world) != (input.dtype, input.numel()):
-            expected = f"{input.numel() // self.world} elements of {input.dtype}"
-            raise ConfigError(f"rank {self.rank}: own has {own.numel()} elements of {own.dtype}, expected {expected}")
-        mine = None if own is None else flat_input(own)
+        mine = None if own is None else self._own(own, input, input.numel() // self.world)
         return self._finish(self.start_reduce_scatter(call, source, flat, op, codec, mine), result, flat)
 
     def all_gather(
@@ -139,12 +136,30 @@ class Communicator(ABC):
         call, source, result, flat = self._prepared("all_reduce", input, output, dtype, codec, op)
         return self._finish(self.start_all_reduce(call, source, flat, op, codec), result, flat)
 
-    def broadcast(self, tensor: Tensor, root: int = 0) -> Handle:
-        """Overwrite `tensor` with that of rank `root`, on every rank."""
-        call, source, result, flat = self._prepared("broadcast", tensor, tensor, None, None, root)
+    def reduce(
+        self, input: Tensor, output: Tensor | None = None, *, root: int, op: str = "sum", own: Tensor | None = None
+    ) -> Handle:
+        """Reduce over ranks, on rank `root`; on the others the result is empty, and so is an `output`.
+
+        With `own`, the contribution of `root` is taken from there, and its `input` is scratch.
+        """
+        call, source, result, flat = self._prepared("reduce", input, output, None, None, (root, op))
+        mine = None if own is None else self._own(own, input, input.numel())
+        return self._finish(self.start_reduce(call, source, flat, root, op, mine), result, flat)
+
+    def broadcast(self, tensor: Tensor, root: int = 0, *, source: Tensor | None = None, what: str = "") -> Handle:
+        """Overwrite `tensor` with that of rank `root`, on every rank.
+
+        With `source`, which only `root` may give, it is overwritten with that, on `root` too. Where `tensor` is a
+        `shared_tensor`, nothing is written before every rank of the host has made this call. `what` is compared, as in
+        `all_gather`.
+        """
+        detail = (root, what) if what else root
+        call, given, result, flat = self._prepared("broadcast", tensor, tensor, None, None, detail)
+        mine = None if source is None else self._own(source, tensor, tensor.numel())
         if flat.data_ptr() != result.data_ptr():
-            flat.copy_(source)
-        return self._finish(self.start_broadcast(call, flat, root), result, flat)
+            flat.copy_(given)
+        return self._finish(self.start_broadcast(call, flat, root, mine), result, flat)
 
     def all_to_all(self, input: Tensor, output: Tensor | None = None) -> Handle:
         """Send the i-th part of `input` (cut along its first dimension) to rank i, and receive one part from each."""
@@ -311,7 +326,12 @@ class Communicator(ABC):
     def start_all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle: ...
 
     @abstractmethod
-    def start_broadcast(self, call: Call, target: Tensor, root: int) -> Handle: ...
+    def start_reduce(
+        self, call: Call, source: Tensor, target: Tensor, root: int, op: str, own: Tensor | None = None
+    ) -> Handle: ...
+
+    @abstractmethod
+    def start_broadcast(self, call: Call, target: Tensor, root: int, source: Tensor | None = None) -> Handle: ...
 
     @abstractmethod
     def start_all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle: ...
@@ -374,6 +394,13 @@ class Communicator(ABC):
         if output.stride() == FLAT and not output.requires_grad:
             return checked.call, source, output, output
         return checked.call, source, output, flat_output(output, checked)
+
+    def _own(self, own: Tensor, input: Tensor, numel: int) -> Tensor:
+        """What a rank gives instead of a part of its `input`, flat."""
+        if (own.dtype, own.numel()) != (input.dtype, numel):
+            expected = f"{numel} elements of {input.dtype}"
+            raise ConfigError(f"rank {self.rank}: own has {own.numel()} elements of {own.dtype}, expected {expected}")
+        return flat_input(own)
 
     def _put_own(self, source: Tensor, own: Tensor | None) -> None:
         """Copy `own` to where it belongs in `source`, for transports that read it there."""

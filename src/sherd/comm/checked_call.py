@@ -17,8 +17,8 @@ from sherd.comm.codec import Codec
 from sherd.comm.summation import check_reduction
 from sherd.errors import ConfigError, Unsupported
 
-Detail = str | int | tuple[int, int]
-"""The reduction, the root, the other rank (with a tag), or what is gathered."""
+Detail = str | int | tuple[int, int] | tuple[int, str]
+"""The reduction, the root (with the reduction, or what is sent), the other rank (with a tag), or what is gathered."""
 
 
 class CheckedCall(NamedTuple):
@@ -50,7 +50,7 @@ def check_call(
     rank = caller.rank
     for tensor in (input,) if output is None else (input, output):
         check_tensor(rank, operation, tensor, dry=caller.dry)
-    shape, out_dtype = _out_shape(caller, operation, input), _out_dtype(input, output, dtype)
+    out_dtype = _out_dtype(input, output, dtype)
     words = [f"codec {codec.name}" if codec else ""]
     compared = ""
     if operation in ("reduce_scatter", "all_reduce"):
@@ -58,9 +58,12 @@ def check_call(
         words.insert(0, str(detail))
     elif operation == "all_gather":
         words.insert(0, str(detail))
-    elif operation == "broadcast":
-        check_rank(caller, detail, operation, "root")
-        words.insert(0, f"root {detail}")
+    elif operation in ("broadcast", "reduce"):
+        root, word = detail if isinstance(detail, tuple) else (detail, "")
+        check_rank(caller, root, operation, "root")
+        if operation == "reduce":
+            check_reduction(rank, operation, str(word), input.dtype, out_dtype)
+        words = [f"root {root}", str(word), *words]
     elif operation in ("send", "recv"):
         peer, tag = detail if isinstance(detail, tuple) else (detail, 0)
         check_rank(caller, peer, operation, "to" if operation == "send" else "source", peer=True)
@@ -71,6 +74,7 @@ def check_call(
     if out_dtype != input.dtype:
         words.append(f"out {str(out_dtype).removeprefix('torch.')}")
     text = describe(operation, input.dtype, input.shape, *words)
+    shape = _out_shape(caller, operation, input, detail)
     if output is not None and (output.shape != shape or output.device != input.device):
         raise ConfigError(
             f"rank {rank}: {text} needs an output of shape {tuple(shape)} on {input.device}, "
@@ -89,8 +93,10 @@ def check_rank(caller: Caller, rank: object, operation: str, name: str, peer: bo
         raise ConfigError(f"rank {caller.rank}: {operation} got {name}={rank}, which is this rank itself")
 
 
-def _out_shape(caller: Caller, operation: str, input: Tensor) -> torch.Size:
+def _out_shape(caller: Caller, operation: str, input: Tensor, detail: Detail) -> torch.Size:
     world = caller.world
+    if operation == "reduce" and isinstance(detail, tuple) and caller.rank != detail[0]:
+        return torch.Size((0,))
     if operation in ("all_gather", "publish"):
         return torch.Size((world * (input.shape[0] if input.dim() else 1), *input.shape[1:]))
     if operation not in ("reduce_scatter", "all_to_all"):

@@ -56,8 +56,13 @@ class SoloCommunicator(Communicator):
     def start_all_reduce(self, call: Call, source: Tensor, target: Tensor, op: str, codec: Codec | None) -> Handle:
         return self.start_all_gather(call, source, target, codec)
 
-    def start_broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
-        return self._count(call, target)
+    def start_reduce(
+        self, call: Call, source: Tensor, target: Tensor, root: int, op: str, own: Tensor | None = None
+    ) -> Handle:
+        return self.start_all_gather(call, source if own is None else own, target, None)
+
+    def start_broadcast(self, call: Call, target: Tensor, root: int, source: Tensor | None = None) -> Handle:
+        return self.start_all_gather(call, target if source is None else source, target, None)
 
     def start_all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
         target.copy_(source)

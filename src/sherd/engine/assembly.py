@@ -17,13 +17,17 @@ from sherd.engine.buckets.catalogue import gather, listed
 from sherd.engine.buckets.exchange import Exchange, ReplicaExchange, SliceExchange, WholeExchange
 from sherd.engine.buckets.groups import Groups, Ranks
 from sherd.engine.buckets.inventory import Inventory
+from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.consistency.torn import Torn
 from sherd.engine.consistency.unchanged import Unchanged
 from sherd.engine.engine import Engine, Parts
 from sherd.engine.gradients.access import ShardedAccess, WholeAccess
 from sherd.engine.gradients.gradient import Trained
 from sherd.engine.gradients.own import OwnGradients
-from sherd.engine.optimizer.elementwise import own_collective, why_not_elementwise
+from sherd.engine.gradients.scaled_roots import shared
+from sherd.engine.optimizer.elementwise import own_collective, why_not_elementwise, why_not_whole
+from sherd.engine.optimizer.forecast import work_of
+from sherd.engine.optimizer.probe import BY_CLOSURE
 from sherd.engine.optimizer.unsplit import updater_for
 from sherd.engine.parameters.flat_stores import PrivateStore
 from sherd.engine.parameters.gathered.host_store import HostGatheredStore
@@ -37,6 +41,7 @@ from sherd.engine.policy import AccumulateAt, ExchangePolicy, Home, Keeps, Owns
 from sherd.engine.summed import SummedGradients
 from sherd.errors import ConfigError
 from sherd.layout.packing import bucket_numel
+from sherd.layout.placement import Placement
 from sherd.patches import backward
 
 log = logging.getLogger("sherd")
@@ -62,11 +67,20 @@ def settle(policy: ExchangePolicy, options: StepOptions) -> None:
         policy.keeps = Keeps.WHOLE  # a rank that adds up its own gradient needs room for all of it
 
 
-def check_optimizer(optimizer: Optimizer, policy: ExchangePolicy, strategy: str, name: str = "") -> None:
-    """Refuse an optimizer that cannot work in parts where that is what the strategy asks for."""
+def check_optimizer(
+    optimizer: Optimizer, policy: ExchangePolicy, strategy: str, name: str = "", converts: bool = False
+) -> None:
+    """Refuse an optimizer that can work neither in parts nor on whole parameters of different owners, where that is
+    what the strategy asks for."""
     name = name or type(optimizer).__name__
     if why := policy.refuses(optimizer):
         raise ConfigError(f"{name} cannot be used under strategy={strategy!r}: {why}")
+    why_not = why_not_elementwise(optimizer)
+    if converts and why_not is not None and why_not.cause == BY_CLOSURE.cause:
+        raise ConfigError(
+            f"{name} evaluates the loss several times in a step, while masters are stepped; precision= cannot be used "
+            f'with it: write precision="bf16-autocast"'
+        )
     if policy.owns is Owns.EVERYTHING:
         # Not refused: one that divides the work among ranks, and does nothing to gradients, is right here too.
         if (collective := own_collective(optimizer)) and torch.distributed.get_rank() == 0:
@@ -77,11 +91,11 @@ def check_optimizer(optimizer: Optimizer, policy: ExchangePolicy, strategy: str,
                 collective,
             )
         return
-    if why_not := why_not_elementwise(optimizer):
+    if why_not_elementwise(optimizer) and (why_not := why_not_whole(optimizer)):
         own_words = f". Its own words: {why_not.own_words}" if why_not.own_words else ""
         raise ConfigError(
-            f"{name} cannot be sharded: {why_not.cause}. strategy={strategy!r} updates every parameter in flat "
-            f"parts; {why_not.fix}{own_words}"
+            f"{name} cannot be sharded: {why_not.cause}. strategy={strategy!r} updates every parameter on the rank "
+            f"that owns it, in flat parts or whole; {why_not.fix}{own_words}"
         )
 
 
@@ -99,6 +113,30 @@ def check_groups(groups: Groups, policy: ExchangePolicy, teams: int, strategy: s
         )
 
 
+def check_precision(options: StepOptions, policy: ExchangePolicy, teams: int, strategy: str, optimizers: int) -> None:
+    """Refuse masters where gradients are not summed in every step, or nothing would step them."""
+    if options.converts and (teams > 1 or not policy.sums(0)):
+        raise ConfigError(
+            f"precision={options.precision!r} does not work with strategy={strategy!r}, whose ranks do not sum "
+            f'gradients in every step; write precision="bf16-autocast", or strategy="zero2"'
+        )
+    if options.converts and not optimizers:
+        raise ConfigError(
+            f"precision={options.precision!r} needs the optimizer, which steps fp32 masters instead of the 16-bit "
+            f"parameters; pass it: sherd.distribute(model, optimizer, precision={options.precision!r})"
+        )
+
+
+def check_scaling(options: StepOptions, policy: ExchangePolicy, world: int, strategy: str) -> None:
+    """Refuse to scale losses where gradients are not summed in every step: that is where the scale leaves them."""
+    apart = policy.drift is not None or (world > 1 and not policy.sums(0))
+    if options.loss_scale is not None and apart:
+        raise ConfigError(
+            f"loss_scale= does not work with strategy={strategy!r}, whose ranks train apart: an overflow on one would "
+            f'have to hold back all others; write strategy="zero2"'
+        )
+
+
 def assemble(
     teams: Teams,
     inventory: Inventory,
@@ -112,17 +150,18 @@ def assemble(
     `undo` gets what puts the model back as it was, in case `distribute` fails later.
     """
     comm = teams.team
-    catalogue = listed(inventory.members, optimizers)
+    owner = None if policy.owns is Owns.EVERYTHING else comm.rank  # whose slices this rank updates
+    whole = [] if owner is None else [each for each in optimizers if why_not_elementwise(each)]
+    catalogue = listed(inventory.members, optimizers, _own_whole(inventory, optimizers, whole))
     if inventory.groups:
         catalogue = gather(comm, catalogue)
     entries = [each.entry for each in catalogue]
     numel = bucket_numel(entries, options.bucket_bytes or policy.bucket_bytes, crosses=comm.tree.group < comm.world)
-    buckets = BucketList.pack(inventory.members, comm.world, comm.tree.group, numel, optimizers, catalogue)
+    buckets = BucketList.pack(inventory.members, comm.world, comm.tree.group, numel, optimizers, catalogue, comm.rank)
     groups = _cut_groups(comm, inventory.groups, undo)
     for bucket in buckets.every:
         bucket.comm = groups[bucket.ranks]
         bucket.divisor = None if bucket.ranks is None else comm.world
-    owner = None if policy.owns is Owns.EVERYTHING else comm.rank  # whose slices this rank updates
     mesh = Mesh.cut(comm, policy.shard_over or comm.world)
     undo.callback(mesh.close)
     undo.callback(tensors_as_they_are((*inventory.parameters, *inventory.buffers)))
@@ -132,17 +171,39 @@ def assemble(
     torn = Torn(inventory, comm.number, optimizers)
     kind = _EXCHANGES[policy.keeps, policy.owns]
     exchanges = {each: kind(each, numel, inventory.device, policy.reduce) for each in groups.values()}
-    access = WholeAccess() if owner is None else ShardedAccess()
+    access = WholeAccess() if owner is None else ShardedAccess(comm)
     adds_up_here = policy.accumulate_at is AccumulateAt.RANK
-    summed = SummedGradients(comm, trained, exchanges, access, unchanged, torn, adds_up_here)
+    scaling = None if options.loss_scale is None else shared(options.loss_scale)
+    summed = SummedGradients(comm, trained, exchanges, access, unchanged, torn, adds_up_here, scaling)
+    if scaling is not None:
+        scaling.follow(summed)
+        undo.callback(scaling.leave, summed)
     own = OwnGradients(trained, SoloCommunicator(comm.options), has_others=teams.count > 1)
     for path in (summed, own):
         undo.callback(backward.forget, path)
     engine = Engine(options, Parts(teams, mesh, groups, policy, store, trained, unchanged, torn, summed, own))
     trained.shards = {
-        each: updater_for(each, buckets, owner, policy.merges, inventory.parameters) for each in optimizers
+        each: updater_for(each, buckets, owner, policy.merges, inventory.parameters, each in whole)
+        for each in optimizers
     }
     return engine
+
+
+def _own_whole(
+    inventory: Inventory, optimizers: Sequence[Optimizer], whole: Sequence[Optimizer]
+) -> dict[TrackedParameter, int]:
+    """Let the parameters of these optimizers have one owner each; gives what a step of each costs. Those that are in no
+    group, as frozen ones may be, might be given to one of them later."""
+    if not whole:
+        return {}
+    having = {id(p): each for each in optimizers for group in each.param_groups for p in group["params"]}
+    work: dict[TrackedParameter, int] = {}
+    for optimizer in whole:
+        its = [m for m in inventory.members if having.get(id(m.parameter), whole[0]) is optimizer]
+        for member in its:
+            member.entry = replace(member.entry, placement=Placement.LAYER)
+        work.update(work_of(optimizer, its))
+    return work
 
 
 def _cut_groups(comm: Communicator, groups: Groups, undo: ExitStack) -> dict[Ranks, Communicator]:

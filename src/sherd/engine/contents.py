@@ -22,6 +22,7 @@ class Role(str, enum.Enum):
     """What a piece is of."""
 
     PARAMETER = "parameters"
+    MASTER = "masters"
     STATE = "optimizer state"
     BUFFER = "buffers"
 
@@ -56,6 +57,9 @@ def pieces(engine: Engine) -> Iterator[Piece]:
             start = segment.offset if sliced else member.offset + segment.region.start
             owned = bucket.values.owned.detach()[start : start + segment.numel]
             yield Piece(member.name, "", Role.PARAMETER, segment.region, owned)
+            if bucket.values.master is not None:
+                master = bucket.values.master[start : start + segment.numel]
+                yield Piece(member.name, "", Role.MASTER, segment.region, master)
     for name, of, key, value in _state(engine):
         if of is not None:
             yield Piece(name, key, Role.STATE, of.region, value)
@@ -76,7 +80,7 @@ def _state(engine: Engine) -> Iterator[tuple[str, Segment | None, Any, Any]]:
     mine = {m: segment for bucket in engine.buckets.every for m, segment in bucket.segments(bucket.comm.rank)}
     for kept in (part for shard in engine.shards.values() for part in shard.kept()):
         member, segment = kept.member, mine.get(kept.member)
-        first = member.bucket.comm.rank == 0
+        first = member.bucket.comm.rank == (member.bucket.holder or 0)
         leads = segment.region.start == 0 if segment is not None else first and not member.entry.numel
         for key, value in kept.state.items():
             if not is_per_element(value, kept.shape):

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from sherd import observe
 from sherd.comm import Communicator, labelled
 from sherd.config import StepOptions
+from sherd.engine.buckets.bucket import Values
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.groups import Ranks
 from sherd.engine.buckets.inventory import Inventory
@@ -31,10 +32,12 @@ from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.consistency.torn import Torn
 from sherd.engine.consistency.unchanged import Unchanged
 from sherd.engine.gradients.gradient import Gradient, LossWeights, Trained
+from sherd.engine.gradients.loss_scale import Change, DynamicScale
 from sherd.engine.gradients.own import OwnGradients
 from sherd.engine.gradients.path import GradientPath
 from sherd.engine.modules.buffers import BufferSync
 from sherd.engine.optimizer.unsplit import Updater
+from sherd.engine.parameters.masters import put_masters, with_masters
 from sherd.engine.parameters.mesh import Mesh, Teams
 from sherd.engine.parameters.store import ParameterStore, take_from_leader
 from sherd.engine.policy import ExchangePolicy, StepContext
@@ -116,6 +119,7 @@ class Engine:
         self._own = parts.own
         self._stepped: set[Gradient] = set()  # by whose `step()` the gradient was made ready or used since a backward
         self._backwards = 0  # as many there were by then
+        self._change = Change.NONE  # what the step that was first to use a gradient did to the loss scale
         self._moved: set[Gradient] = set()  # who has taken a step since the policy was asked
         self.path: GradientPath = self._own
         """The way that the next gradient goes."""
@@ -131,6 +135,7 @@ class Engine:
         """Move the parameters to where they are to live, with the values of their first rank. Collective."""
         if self.teams.count > 1:  # to the first rank of every team, which the others then take them from
             take_from_leader(self.teams.across, (*self.inventory.parameters, *self.inventory.buffers))
+        self._fill_masters()
         self.store.take_over()
         for ranks, comm in self.groups.items():
             take_from_leader(comm, self.inventory.buffers_of(ranks))
@@ -141,8 +146,17 @@ class Engine:
         if self.teams.count > 1:
             self._buffers_of_all = [BufferSync(self.teams.everyone, self.inventory, how)]
         self.policy.join(self.teams, self.buckets)
+        if self.scale is not None:
+            self.scale.state = self.comm.broadcast_object(self.scale.state)  # of earlier models, which may still live
         backward.install()
         backward.listen(self.path)
+
+    def _fill_masters(self) -> None:
+        """Take rank 0's values into the masters before parameters are rounded. Collective, if there are any."""
+        members = with_masters(self.inventory.members)
+        for comm in self.groups.values() if members else ():
+            take_from_leader(comm, (member.parameter for member in members if member.bucket.comm is comm))
+        put_masters(members, self.store.updates_slices)
 
     def _follow_policy(self) -> None:
         """Choose the way of the next gradient."""
@@ -189,6 +203,11 @@ class Engine:
     def weights(self) -> LossWeights:
         """The weight of the current backward, which is the same in every gradient."""
         return self.gradients[0].weights
+
+    @property
+    def scale(self) -> DynamicScale | None:
+        """The scale of losses, if they are scaled."""
+        return None if self.summed.scaling is None else self.summed.scaling.scale
 
     @property
     def layout(self) -> ShardLayout:
@@ -247,12 +266,23 @@ class Engine:
         self.settle(gradient)
         if first:
             self._share_buffers(gradient.calls)
-        if not self._finite(first) and self._options.nonfinite != "allow":
+        finite = self._finite(first)
+        if first and self.scale is not None:
+            self._follow_scale(self.scale, gradient, finite)
+        if not finite and (self.scale is not None or self._options.nonfinite != "allow"):
             self._skip(gradient)
             return False
         if first and self._options.clip_norm is not None:
             self.clip(self._options.clip_norm, by_program=False)
         return True
+
+    def leave_out(self, gradient: Gradient) -> None:
+        """The program leaves out a real `step()`, as a GradScaler does, on all ranks that train together. Collective
+        where ranks meet at this step."""
+        gradient.window.advance()
+        if self._steps_first(gradient):
+            self._share_buffers(gradient.calls)
+        self._end_skipped(gradient)
 
     def _share_buffers(self, step: int) -> None:
         """Make buffers equal: in all teams, where those meet at this step, else in this one."""
@@ -338,13 +368,34 @@ class Engine:
             self._follow_policy()
             self.comm.counters.end_step()
 
-    def _skip(self, gradient: Gradient) -> None:
+    def _follow_scale(self, scale: DynamicScale, gradient: Gradient, finite: bool) -> None:
+        """The loss scale follows a gradient that all ranks have found finite, or not."""
+        before = scale.value
+        self._change = change = scale.step(finite)
+        if self.comm.rank or change not in (Change.GROWN, Change.REDUCED):
+            return
+        text, count = f"the loss scale becomes {scale.value:g}", scale.options.growth_interval
+        if finite:
+            log.info("%s: %s after %d steps without an overflow", gradient.label, text, count)
+        else:
+            more = f"{scale.total_overflows} step{'s' * (scale.total_overflows > 1)} skipped so far"
+            log.info("%s: the gradient overflows at a loss scale of %g; %s (%s)", gradient.label, before, text, more)
+
+    def _end_skipped(self, gradient: Gradient) -> None:
         if self.teams.count > 1:  # the others may be waiting at this step
             s = self._context(gradient)
             with self.changing(s, gradient.label, Update()):
                 self.policy.skipped(s)
         gradient.skipped += 1
         self._end_step(gradient)
+
+    def _skip(self, gradient: Gradient) -> None:
+        self._end_skipped(gradient)
+        if self.scale is not None:
+            gradient.overflowed += 1
+            if self._change is Change.EXHAUSTED:
+                raise self._exhausted(self.scale, gradient)
+            return
         where, who = ("some rank", "no rank takes") if self.comm.world > 1 else ("this rank", "it does not take")
         text = (
             f"{gradient.label}: the gradient is not finite on {where}, so {who} the step "
@@ -355,6 +406,20 @@ class Engine:
             raise SherdError(f'rank {self.comm.number}: {text}; nonfinite="skip" would go on, "allow" would apply it')
         if self.comm.rank == 0:
             log.warning("%s", text)
+
+    def _exhausted(self, scale: DynamicScale, gradient: Gradient) -> SherdError:
+        """The error of a gradient that overflows at the smallest loss scale. Collective."""
+        with labelled(f"what overflows in {gradient.label}"), self.comm.counters.agreeing():
+            found = self.comm.all_gather_object([bucket.not_finite() for bucket in self.buckets.buckets])
+        bad = {name for names in found for each in names for name in each}
+        names = [each.entry.name for each in self.buckets.catalogue if each.entry.name in bad]
+        told = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        return SherdError(
+            f"rank {self.comm.number}: {gradient.label}: the gradient of {told} is not finite at a loss scale of "
+            f"{scale.value:g}, the smallest; it is not an overflow of the scale, or loss_scale=sherd.LossScale(floor="
+            f"{scale.value / 16:g}) would be small enough: look for a loss or an input that is NaN or infinite, or "
+            f"lower the learning rate"
+        )
 
     # ---------------------------------------------------------------- what changes between steps
 
@@ -380,6 +445,10 @@ class Engine:
         """An optimizer's state was loaded."""
         if self.torn.loaded_optimizer(optimizer):
             self.restart()
+
+    def values(self) -> Iterator[Values]:
+        """The values of all buckets."""
+        return (bucket.values for bucket in self.buckets.every)
 
     def gradient_bytes(self) -> dict[str, int]:
         """What this rank allocated for gradients, by kind."""

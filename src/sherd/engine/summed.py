@@ -27,6 +27,7 @@ from sherd.engine.gradients.access import GradAccess
 from sherd.engine.gradients.gradient import Gradient, Trained
 from sherd.engine.gradients.path import GradientPath, refuse_pointless
 from sherd.engine.gradients.round import Round
+from sherd.engine.gradients.scaled_roots import RootScaling
 from sherd.errors import SherdError
 from sherd.patches import backward
 
@@ -45,8 +46,12 @@ class SummedGradients(GradientPath):
         unchanged: Unchanged,
         torn: Torn,
         adds_up_here: bool,
+        scaling: RootScaling | None = None,
     ) -> None:
         self.together = comm
+        self.rank = comm.number
+        self.scaling = scaling
+        """The loss scale that gradients have until they are summed."""
         self.finite = True
         self.access = access
         self.reductions = Reductions(trained.inventory.device)
@@ -59,7 +64,18 @@ class SummedGradients(GradientPath):
         self._adds_up_here = adds_up_here
         self._uniform = False  # whether every rank used every parameter in the last round
         self._learned = False  # whether the launch order is that of rank 0's gradients
+        self._waiting = False  # whether there may be contributions of earlier rounds, with the scale of those
         self._hooks: list[RemovableHandle] = []
+
+    @property
+    def over(self) -> bool:
+        """Whether there are no ranks to train with any more."""
+        return self._comm.closed
+
+    @property
+    def followed(self) -> Sequence[TrackedParameter]:
+        """What is trained."""
+        return self._trained.buckets.parameters
 
     # ---------------------------------------------------------------- a backward
 
@@ -106,7 +122,15 @@ class SummedGradients(GradientPath):
             gradient.window.backward()
         at_once = self._reduces and (self._uniform or not self._trained.modules_communicate)
         label = f"a backward of step {self._trained.steps}"
-        self.round.collect(self._trained.buckets, factor, self._op if at_once else None, label)
+        self.round.collect(self._trained.buckets, self._scaled(factor), self._op if at_once else None, label)
+
+    def _scaled(self, factor: float) -> float:
+        """This factor, where gradients may have another scale than what they are added to."""
+        if self.scaling is None:
+            return factor
+        if not self._waiting:
+            self.reductions.scale = self.scaling.scale.value
+        return factor * (self.reductions.scale / self.scaling.entered)
 
     @property
     def _op(self) -> str:
@@ -124,6 +148,8 @@ class SummedGradients(GradientPath):
         if self.round.state is round.State.COLLECTING:
             if self._reduces:
                 self._flush()
+            else:
+                self._waiting = True
             for gradient, its in self._trained.parts:
                 if gradient.window.whole and not self._trained.holding:
                     gradient.divide(its)
@@ -150,6 +176,7 @@ class SummedGradients(GradientPath):
                     self._agree()
                 if not self._learned:
                     self._learn()
+            self._waiting = False
         except BaseException as error:
             self.round.fail(error)
             raise
@@ -161,7 +188,9 @@ class SummedGradients(GradientPath):
         # Where each has a copy of its own, a model that was distributed without its optimizer is edited by it in every
         # step, and nothing has to be compared.
         edited = bool(self._unchanged.edits) and (bool(trained.optimizers) or self._unchanged.compares)
-        agreed = agree(self.together, report(trained.buckets, trained.gradients, edited, late), trained.buckets)
+        scale = None if self.scaling is None else self.scaling.scale.value
+        mine = report(trained.buckets, trained.gradients, edited, late, scale)
+        agreed = agree(self.together, mine, trained.buckets)
         if not agreed.same_settings:
             compare_optimizers(self.together, trained.optimizers, trained.inventory, step)
         if agreed.edited:
@@ -264,7 +293,7 @@ class SummedGradients(GradientPath):
         if not any(bucket.edited for bucket in buckets.buckets):
             self.access.seen = {}
         if not any(each.backwards for each in self._trained.gradients):
-            self.finite = True
+            self.finite, self._waiting = True, False
 
     def lend(self, buckets: Iterable[Bucket]) -> None:
         """A bucket's `owned_sum` is its sum."""
@@ -289,6 +318,9 @@ class SummedGradients(GradientPath):
             exchange.take([bucket for bucket in new if bucket.comm is comm])
         self.reductions.fit(self._trained.buckets.buckets)
         self.access.follow(members)
+        for member in members:
+            if member.bucket.sum_dtype != member.bucket.dtype:
+                member.parameter.grad_dtype = None  # any: `p.grad` shows the sum, and autograd makes its own
         self._hooks += [round.hook(member, self._comm.number, self) for member in members]
         self._learned = False
 

@@ -2,11 +2,11 @@
 
     {"version": 1, "block": 256, "world": 4, "group": 2,
      "entries": [{"name": "net.weight", "shape": [7, 15], "dtype": "float32", "placement": "flat"}, ...],
-     "buckets": [{"entries": [0, 1], "slice_numel": 256}, {"entries": [2], "slice_numel": 512, "holders": [3]}, ...]}
+     "buckets": [{"entries": [0, 1], "slice_numel": 256}, {"entries": [2], "slice_numel": 512, "holder": 3}, ...]}
 
 Choices (the buckets, the holders of whole layers) are recorded, and never made again when read. The size of a slice
-follows from the rest; it is recorded to detect a damaged description. Only buckets of whole layers have `holders`, and
-only those that not all ranks have name their `ranks`.
+follows from the rest; it is recorded to detect a damaged description. Only buckets of whole layers have a `holder`, and
+only those that not all ranks have name their `ranks`; the holder is then counted among these.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def describe(layout: Description) -> dict[str, Any]:
     buckets: list[dict[str, Any]] = []
     for packed, slice_numel in zip(layout.packed, layout.slices, strict=True):
         buckets.append({"entries": list(packed.members), "slice_numel": slice_numel})
-        if packed.holders is not None:
-            buckets[-1]["holders"] = list(packed.holders)
+        if packed.holder is not None:
+            buckets[-1]["holder"] = packed.holder
         if packed.ranks is not None:
             buckets[-1]["ranks"] = list(packed.ranks)
     tree = layout.tree
@@ -100,25 +100,20 @@ def _entry(index: int, item: Any) -> Entry:
 
 def _bucket(index: int, item: Any, entries: Sequence[Entry], world: int) -> Packed:
     where = f"bucket {index}"
-    _fields(where, item, ("entries", "slice_numel"), optional=("holders", "ranks"))
+    _fields(where, item, ("entries", "slice_numel"), optional=("holder", "ranks"))
     members = _indices(f"{where}: entries", item["entries"], len(entries))
     kinds = {(entries[m].dtype, entries[m].placement.value) for m in members}
     if len(kinds) != 1:
         raise ConfigError(f"{where}: entries must share one dtype and one placement, found {sorted(kinds) or 'none'}")
     whole = entries[members[0]].placement is Placement.LAYER
-    if whole != ("holders" in item):
-        raise ConfigError(f"{where}: 'holders' belongs to buckets of whole layers, and to each of them")
-    if not whole:
-        ranks = _indices(f"{where}: ranks", item["ranks"], world) if "ranks" in item else None
-        if ranks is not None and (not ranks or list(ranks) != sorted(set(ranks))):
-            raise ConfigError(f"{where}: ranks must ascend without repeats, found {_short(item['ranks'])}")
-        return Packed(members, None, ranks)
-    if "ranks" in item:
-        raise ConfigError(f"{where}: 'ranks' does not belong to buckets of whole layers")
-    holders = _indices(f"{where}: holders", item["holders"], world)
-    if len(holders) != len(members):
-        raise ConfigError(f"{where}: found {len(holders)} holders, expected one for each of {len(members)} entries")
-    return Packed(members, holders)
+    if whole != ("holder" in item):
+        raise ConfigError(f"{where}: 'holder' belongs to buckets of whole layers, and to each of them")
+    ranks = _indices(f"{where}: ranks", item["ranks"], world) if "ranks" in item else None
+    if ranks is not None and (not ranks or list(ranks) != sorted(set(ranks))):
+        raise ConfigError(f"{where}: ranks must ascend without repeats, found {_short(item['ranks'])}")
+    owners = world if ranks is None else len(ranks)
+    (holder,) = _indices(f"{where}: holder", [item["holder"]], owners) if whole else (None,)
+    return Packed(members, holder, ranks)
 
 
 def _fields(where: str, item: Any, required: Sequence[str], optional: Sequence[str] = ()) -> None:

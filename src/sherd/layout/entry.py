@@ -121,10 +121,11 @@ class Entry:
                 raise ConfigError(f"parameter {self.name!r}: {error}") from None
 
     def _check_order(self, order: tuple[int, ...]) -> None:
-        if sorted(order) != list(range(len(self.shape))) or self.placement is not Placement.FLAT:
+        cut = self.placement in (Placement.ROW, Placement.COLUMN)
+        if sorted(order) != list(range(len(self.shape))) or cut:
             raise ConfigError(
                 f"parameter {self.name!r} of shape {self.shape} has order={order}; write each dimension once, and "
-                f"placement 'flat'"
+                f"placement 'flat' or 'layer'"
             )
 
     def flattened(self, tensor: Tensor) -> Tensor:

@@ -1,11 +1,10 @@
-"""Which parameters share a bucket, and which owner holds which whole layer: the choices that the layout builds on.
+"""Which parameters share a bucket, and which owner has which whole layer: the choices that the layout builds on.
 
 They are recorded in a layout's description, so a later version may choose differently and still read old checkpoints.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -28,11 +27,11 @@ matrix of that size, which would otherwise need their own buckets: 52 of them in
 
 @dataclass(frozen=True)
 class Packed:
-    """The contents of one bucket: indices of its entries, their holders if they are whole layers, and the ranks that
-    have them if not all do."""
+    """The contents of one bucket: indices of its entries, the owner of all of them if they are whole layers, and the
+    ranks that have them if not all do."""
 
     members: tuple[int, ...]
-    holders: tuple[int, ...] | None
+    holder: int | None = None
     ranks: tuple[int, ...] | None = None
 
 
@@ -42,34 +41,25 @@ class _Open:
 
     members: list[int] = field(default_factory=list)
     filled: int = 0
-    largest: int = 0
 
     def add(self, index: int, size: int) -> None:
         self.members.append(index)
         self.filled += size
-        self.largest = max(self.largest, size)
 
 
-def pack(entries: Sequence[Entry], keys: Sequence[object], world: int, bucket_numel: int) -> list[tuple[int, ...]]:
+def pack(entries: Sequence[Entry], keys: Sequence[object], bucket_numel: int) -> list[tuple[int, ...]]:
     """Indices of the entries of each bucket, in the given order, at most `bucket_numel` elements to a bucket.
 
     One bucket of the same dtypes, placement and key is open at a time. It closes before the entry that would overfill
     it, and an entry larger than `bucket_numel` has a bucket of its own. Buckets are ordered by their last entry: the
     order in which they are completed when parameters arrive in the given order.
-
-    A bucket of whole layers may hold more: `world` times its largest. Its slices are at least as long as its largest
-    layer, so a bucket of fewer layers than owners would be mostly padding.
     """
     buckets: list[_Open] = []
     opened: dict[tuple[Dtypes, Placement, object], _Open] = {}
     for index, (entry, key) in enumerate(zip(entries, keys, strict=True)):
         kind, size = (entry.roles, entry.placement, key), padded(entry.numel)
         bucket = opened.get(kind)
-        if bucket is not None:
-            limit = bucket_numel
-            if entry.placement is Placement.LAYER:
-                limit = max(limit, world * max(bucket.largest, size))
-        if bucket is None or bucket.filled + size > limit:
+        if bucket is None or bucket.filled + size > bucket_numel:
             bucket = opened[kind] = _Open()
             buckets.append(bucket)
         bucket.add(index, size)
@@ -88,24 +78,44 @@ def bucket_numel(entries: Sequence[Entry], bucket_bytes: int | None, crosses: bo
 
 
 class Holders:
-    """Chooses the owners of whole layers, bucket by bucket: the largest layer first, to the owner that has least.
+    """Chooses the owners of whole layers: the largest first, each to the owner that has least with it.
 
-    Slices of one bucket are equal in size, so the balance inside the bucket counts; what an owner holds of earlier
-    buckets only breaks ties.
+    Both bytes and work are balanced. What an owner has is the greater of its shares of the two.
     """
 
     def __init__(self, world: int) -> None:
-        self._held = [0] * world
+        self._bytes = [0] * world
+        self._work = [0] * world
 
-    def choose(self, entries: Sequence[Entry]) -> tuple[int, ...]:
-        """The owner of each of these entries, which are the members of the next bucket."""
-        sizes = [padded(entry.numel) for entry in entries]
-        loads = [(0, held, owner) for owner, held in enumerate(self._held)]
-        heapq.heapify(loads)
-        holders = [0] * len(sizes)
-        for position in sorted(range(len(sizes)), key=lambda position: (-sizes[position], position)):
-            load, held, owner = loads[0]
-            heapq.heapreplace(loads, (load + sizes[position], held, owner))
-            holders[position] = owner
-            self._held[owner] += sizes[position]
-        return tuple(holders)
+    def choose(
+        self,
+        entries: Sequence[Entry],
+        work: Sequence[int] | None = None,
+        ranks: Sequence[tuple[int, ...] | None] | None = None,
+    ) -> list[int | None]:
+        """The rank that owns each of these entries, None where it is not a whole layer; one of its `ranks`, if given.
+
+        `work` is what a step of each costs, in any unit. Without it, work goes by elements.
+        """
+        sizes = [padded(entry.numel) * ITEMSIZE[entry.dtype] for entry in entries]
+        work = [padded(entry.numel) for entry in entries] if work is None else work
+        whole = [index for index, entry in enumerate(entries) if entry.placement is Placement.LAYER]
+        every = range(len(self._bytes))
+        # Both in shares of all there is. The two products are those shares times the same number, without rounding.
+        all_bytes = max(sum(self._bytes) + sum(sizes[index] for index in whole), 1)
+        all_work = max(sum(self._work) + sum(work[index] for index in whole), 1)
+        chosen: list[int | None] = [None] * len(entries)
+
+        def load(nbytes: int, of_work: int) -> tuple[int, int]:
+            shares = nbytes * all_work, of_work * all_bytes
+            return max(shares), min(shares)
+
+        for index in sorted(whole, key=lambda index: (load(sizes[index], work[index]), -index), reverse=True):
+            size, its_work = sizes[index], work[index]
+            among = every if ranks is None else ranks[index] or every
+            loads = ((load(self._bytes[rank] + size, self._work[rank] + its_work), rank) for rank in among)
+            owner = min(loads)[1]
+            self._bytes[owner] += size
+            self._work[owner] += its_work
+            chosen[index] = owner
+        return chosen

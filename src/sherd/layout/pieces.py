@@ -1,7 +1,7 @@
 """How a bucket goes through slots that may be smaller than it is. Pure arithmetic.
 
-A *piece* is what one reduction carries: the same part of every owner's slice, laid end to end (or, where every rank
-keeps the whole sum, a run of the bucket). A bucket that fits into a slot is one piece.
+A *piece* is what one reduction carries: the same part of every owner's slice, laid end to end (or, where one rank or
+every rank keeps the whole sum, a run of the bucket). A bucket that fits into a slot is one piece.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Run(NamedTuple):
 class Piece(NamedTuple):
     """What one reduction carries, and which elements of the kept sum (a slice, or the whole bucket) it gives.
 
-    `parts` are equal in size and lie end to end: one per owner, or one for all.
+    `parts` lie end to end, one per owner, or one for all. They are equal in size, but those of whole layers are empty
+    for all but their holder.
     """
 
     parts: tuple[tuple[Run, ...], ...]
@@ -39,6 +40,8 @@ class Piece(NamedTuple):
 
 def largest_by_slice(bucket: Bucket, slot_numel: int) -> int:
     """Elements of the largest piece for a reduce-scatter."""
+    if bucket.holder is not None:
+        return largest_whole(bucket, slot_numel)
     return min(_step(slot_numel // bucket.world), bucket.slice_numel) * bucket.world
 
 
@@ -49,6 +52,9 @@ def largest_whole(bucket: Bucket, slot_numel: int) -> int:
 
 def cut_by_slice(bucket: Bucket, slot_numel: int) -> tuple[Piece, ...]:
     """Pieces for a reduce-scatter: at most `slot_numel` elements, though at least a block per owner."""
+    if bucket.holder is not None:
+        before, after = ((),) * bucket.holder, ((),) * (bucket.world - 1 - bucket.holder)
+        return tuple(piece._replace(parts=(*before, *piece.parts, *after)) for piece in cut_whole(bucket, slot_numel))
     step = _step(slot_numel // bucket.world)
     size = bucket.slice_numel
     pieces = []

@@ -10,7 +10,8 @@ The nouns, used in this sense everywhere:
                 columns divide elsewhere: their blocks start over in each owner's region and depend on the world.)
     bucket      entries of one dtype and one placement that are communicated together
     ranks       the owners of a bucket that not all ranks have; its slices are over these only
-    slice       what one owner holds of a bucket; the slices of a bucket are equal in size
+    slice       what one owner holds of a bucket; the slices of a bucket are equal in size, unless it is of whole layers
+    holder      the owner of a bucket of whole layers: it has all of it, and the slices of the others are empty
     region      which elements of an entry an owner holds
     segment     the part of one entry inside one slice: a region and its offset
     padded      rounded up to whole blocks, or to equal slices; `numel` alone never counts padding in an entry, a region
@@ -71,13 +72,14 @@ class ShardLayout:
         order: Sequence[int] | None = None,
         keys: Sequence[object] | None = None,
         ranks: Sequence[tuple[int, ...] | None] | None = None,
+        holders: Sequence[int | None] | None = None,
     ) -> ShardLayout:
         """Pack `entries` into buckets of at most `bucket_numel` elements; sum in groups of `group`.
 
         They are packed in their own order, or in `order`, which lists their indices: gradients do not arrive in the
         order of the parameters. Entries with different `keys` do not share a bucket. Nor do those with different
-        `ranks`, which are the owners of an entry; all are if it has None. Without `group` all owners are one group:
-        plain rank order.
+        `ranks`, which are the owners of an entry; all are if it has None. `holders` are the ranks that own whole
+        layers, which are balanced unless they are given. Without `group` all owners are one group: plain rank order.
         """
         entries = tuple(entries)
         order = range(len(entries)) if order is None else order
@@ -86,16 +88,13 @@ class ShardLayout:
         tree = SummationTree(world=world, group=world if group is None else group)
         if bucket_numel < 1:
             raise ConfigError(f"bucket_numel={bucket_numel} holds nothing; write a positive number of elements")
-        holders = Holders(world)
-        packed = []
         having = ranks or [None] * len(entries)
-        kinds = [(having[index], None if keys is None else keys[index]) for index in order]
-        for positions in pack([entries[index] for index in order], kinds, world, bucket_numel):
+        holding = holders or Holders(world).choose(entries, ranks=having)
+        kinds = [(having[index], holding[index], None if keys is None else keys[index]) for index in order]
+        packed = []
+        for positions in pack([entries[index] for index in order], kinds, bucket_numel):
             members = tuple(order[position] for position in positions)
-            whole, its = entries[members[0]].placement is Placement.LAYER, having[members[0]]
-            if whole and its is not None:
-                raise ConfigError(f"parameter {entries[members[0]].name!r} is a whole layer; it cannot have ranks")
-            packed.append(Packed(members, holders.choose([entries[m] for m in members]) if whole else None, its))
+            packed.append(_packed(members, entries[members[0]], holding[members[0]], having[members[0]]))
         return cls._cut(entries, tree, packed)
 
     @classmethod
@@ -108,19 +107,21 @@ class ShardLayout:
     def sorted_by(self, keys: Sequence[int]) -> ShardLayout:
         """The same buckets with their members sorted by `keys`, one per entry; equal ones stay in their order."""
         packed = [replace(each, members=tuple(sorted(each.members, key=keys.__getitem__))) for each in self._packed]
-        if any(each.holders for each in packed):
-            raise ConfigError("members of a bucket of whole layers cannot be sorted: they have their own owners")
         return self._cut(self.entries, self.tree, packed)
 
-    def grown(self, entries: Iterable[Entry], ranks: Sequence[tuple[int, ...] | None] | None = None) -> ShardLayout:
-        """The same layout with more entries at the end, each in its own bucket, on these `ranks` or on all."""
+    def grown(
+        self,
+        entries: Iterable[Entry],
+        ranks: Sequence[tuple[int, ...] | None] | None = None,
+        holders: Sequence[int | None] | None = None,
+    ) -> ShardLayout:
+        """The same layout with more entries at the end, each in its own bucket, on these `ranks` or on all; whole
+        layers on their `holders`."""
         entries = tuple(entries)
-        having = ranks or [None] * len(entries)
-        if any(entry.placement is Placement.LAYER for entry in entries):
-            raise ConfigError("a layout can only grow by entries that are divided, not by whole layers")
-        more = (Packed((len(self.entries) + place,), None, its) for place, its in enumerate(having))
-        packed = [*self._packed, *more]
-        return self._cut(self.entries + entries, self.tree, packed)
+        having, holding = ranks or [None] * len(entries), holders or [None] * len(entries)
+        each = enumerate(zip(entries, holding, having, strict=True), start=len(self.entries))
+        more = [_packed((index,), entry, holder, its) for index, (entry, holder, its) in each]
+        return self._cut(self.entries + entries, self.tree, [*self._packed, *more])
 
     @property
     def tree(self) -> SummationTree:
@@ -138,10 +139,12 @@ class ShardLayout:
         return sum(bucket.numel for bucket in self.buckets)
 
     def owner_bytes(self, owner: int = 0) -> dict[str, int]:
-        """Bytes of one owner's slices, by dtype, padding included; the same for every owner that has all entries."""
+        """Bytes of one owner's slices, by dtype, padding included; without whole layers, the same for every owner that
+        has all entries."""
         total: dict[str, int] = {}
-        for bucket in (bucket for bucket in self.buckets if bucket.owner_of(owner) is not None):
-            total[bucket.dtype] = total.get(bucket.dtype, 0) + bucket.slice_numel * ITEMSIZE[bucket.dtype]
+        for bucket in self.buckets:
+            if (place := bucket.owner_of(owner)) is not None:
+                total[bucket.dtype] = total.get(bucket.dtype, 0) + bucket.owned_numel(place) * ITEMSIZE[bucket.dtype]
         return total
 
     def index(self, name: str) -> int:
@@ -159,8 +162,6 @@ class ShardLayout:
         bucket, position = self._home(entry)
         if isinstance(bucket, FlatBucket):
             return bucket.begins[position]
-        if isinstance(bucket, LayerBucket):
-            return bucket.holders[position] * bucket.slice_numel + bucket.begins[position]
         raise ConfigError(
             f"parameter {self.entries[entry].name!r} has placement {bucket.placement.value!r} and so no single offset "
             f"in its bucket; use segments_of({entry}), which has the offset of each owner's part"
@@ -231,7 +232,7 @@ class ShardLayout:
 
     @property
     def _packed(self) -> list[Packed]:
-        return [Packed(bucket.members, getattr(bucket, "holders", None), bucket.ranks) for bucket in self.buckets]
+        return [Packed(bucket.members, bucket.holder, bucket.ranks) for bucket in self.buckets]
 
     @cached_property
     def _names(self) -> dict[str, int]:
@@ -252,11 +253,17 @@ class ShardLayout:
 
 def _cut_bucket(index: int, entries: Sequence[Entry], world: int, packed: Packed) -> Bucket:
     members = tuple(entries[m] for m in packed.members)
-    if packed.holders is not None:
-        return LayerBucket(index, packed.members, members, world, packed.holders)
-    kind = FlatBucket if members[0].placement is Placement.FLAT else SplitBucket
+    kinds: dict[Placement, type[Bucket]] = {Placement.FLAT: FlatBucket, Placement.LAYER: LayerBucket}
     owners = world if packed.ranks is None else len(packed.ranks)
-    return kind(index, packed.members, members, owners, ranks=packed.ranks)
+    kind = kinds.get(members[0].placement, SplitBucket)
+    return kind(index, packed.members, members, owners, ranks=packed.ranks, holder=packed.holder)
+
+
+def _packed(members: tuple[int, ...], first: Entry, holder: int | None, ranks: tuple[int, ...] | None) -> Packed:
+    """A bucket whose first entry this is; `holder` is a rank."""
+    if (holder is not None) != (first.placement is Placement.LAYER):
+        raise ConfigError(f"parameter {first.name!r} has placement {first.placement.value!r} and holder {holder}")
+    return Packed(members, holder if holder is None or ranks is None else ranks.index(holder), ranks)
 
 
 _Owned = TypeVar("_Owned", Segment, Place)

@@ -6,11 +6,11 @@ All entries of a bucket share dtype and placement, and each placement is cut in 
                   does not depend on the world: only the padding at the tail does.
     SplitBucket   owner by owner: the slice of an owner holds its rows (or columns) of every entry, each from a block
                   boundary
-    LayerBucket   owner by owner: the slice of an owner holds whole entries, each from a block boundary
+    LayerBucket   whole entries of one owner, its *holder*: end to end, each from a block boundary, and not cut
 
-Slices of a bucket are equal in size: they are padded to the largest. Members are numbered here by their *position* in
-the bucket. Everything is computed on demand, owner by owner, since a layout of 1,024 owners has a thousand times more
-segments than any one rank needs.
+Slices of a bucket are equal in size: they are padded to the largest. Only where entries are whole does the holder have
+all of it and the others nothing. Members are numbered here by their *position* in the bucket. Everything is computed on
+demand, owner by owner, since a layout of 1,024 owners has a thousand times more segments than any one rank needs.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Place(NamedTuple):
 class Bucket(ABC):
     """Parameters that are communicated together: `members` are indices among the layout's entries.
 
-    It is cut for `world` owners, which are `ranks`, or all ranks in order.
+    It is cut for `world` owners, which are `ranks`, or all ranks in order. Where members are kept whole, `holder` is
+    the owner of all of it.
     """
 
     index: int
@@ -74,6 +75,7 @@ class Bucket(ABC):
     entries: tuple[Entry, ...]
     world: int
     ranks: tuple[int, ...] | None = field(default=None, kw_only=True)
+    holder: int | None = field(default=None, kw_only=True)
 
     def rank_of(self, owner: int) -> int:
         """The rank that is this owner."""
@@ -106,7 +108,16 @@ class Bucket(ABC):
     @property
     @abstractmethod
     def slice_numel(self) -> int:
-        """Elements of each slice, padding included: whole blocks."""
+        """Elements of each slice that is not empty, padding included: whole blocks."""
+
+    def span(self, owner: int) -> tuple[int, int]:
+        """Where the slice of `owner` begins and ends, all slices laid end to end."""
+        return owner * self.slice_numel, (owner + 1) * self.slice_numel
+
+    def owned_numel(self, owner: int) -> int:
+        """Elements of the slice of `owner`, padding included."""
+        low, high = self.span(owner)
+        return high - low
 
     @abstractmethod
     def place(self, position: int, element: int) -> Place:
@@ -156,7 +167,7 @@ class FlatBucket(Bucket):
         return Place(self.index, owner, offset, min(self.entries[position].numel - element, self.slice_numel - offset))
 
     def _positions(self, owner: int) -> range:
-        low, high = owner * self.slice_numel, (owner + 1) * self.slice_numel
+        low, high = self.span(owner)
         return range(max(bisect_right(self.begins, low) - 1, 0), bisect_left(self.begins, high, hi=len(self.members)))
 
     def _owners(self, position: int) -> range:
@@ -165,7 +176,7 @@ class FlatBucket(Bucket):
         return range(self.place(position, 0).owner, self.place(position, self.entries[position].numel - 1).owner + 1)
 
     def _segment(self, position: int, owner: int) -> Segment:
-        begin, low, high = self.begins[position], owner * self.slice_numel, (owner + 1) * self.slice_numel
+        begin, (low, high) = self.begins[position], self.span(owner)
         region = flat_region(self.entries[position].numel, begin, low, high)
         offset = max(begin - low, 0)
         return Segment(self.members[position], self.index, owner, offset, region, region.start // BLOCK)
@@ -224,42 +235,21 @@ class SplitBucket(Bucket):
         return (min(owner, more) * longer + max(owner - more, 0) * shorter) // BLOCK
 
 
-@dataclass(frozen=True)
-class LayerBucket(Bucket):
-    """Whole parameters: `holders` has the owner of each member."""
+class LayerBucket(FlatBucket):
+    """Whole parameters of one owner, the `holder`."""
 
-    holders: tuple[int, ...]
+    @property
+    def numel(self) -> int:
+        return self.slice_numel
 
-    @cached_property
-    def _held(self) -> dict[int, list[int]]:
-        held: dict[int, list[int]] = {}
-        for position, holder in enumerate(self.holders):
-            held.setdefault(holder, []).append(position)
-        return held
-
-    @cached_property
-    def begins(self) -> tuple[int, ...]:
-        """Where each member begins in its holder's slice."""
-        begins, filled = [], [0] * self.world
-        for entry, holder in zip(self.entries, self.holders, strict=True):
-            begins.append(filled[holder])
-            filled[holder] += padded(entry.numel)
-        return tuple(begins)
-
-    @cached_property
+    @property
     def slice_numel(self) -> int:
-        return max(begin + padded(entry.numel) for begin, entry in zip(self.begins, self.entries, strict=True))
+        return self.begins[-1]
+
+    def span(self, owner: int) -> tuple[int, int]:
+        return (0, self.slice_numel) if owner == self.holder else (0, 0)
 
     def place(self, position: int, element: int) -> Place:
+        assert self.holder is not None, "whole parameters have one"
         left = self.entries[position].numel - element
-        return Place(self.index, self.holders[position], self.begins[position] + element, left)
-
-    def _positions(self, owner: int) -> Sequence[int]:
-        return self._held.get(owner, ())
-
-    def _owners(self, position: int) -> Sequence[int]:
-        return (self.holders[position],)
-
-    def _segment(self, position: int, owner: int) -> Segment:
-        region = Region.of(0, self.entries[position].numel)
-        return Segment(self.members[position], self.index, owner, self.begins[position], region, 0)
+        return Place(self.index, self.holder, self.begins[position] + element, left)

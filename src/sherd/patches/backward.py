@@ -3,7 +3,7 @@
 A *round* is one outermost backward. Torch does not report when it ends: a callback queued with the autograd engine
 fires at the end of an *inner* backward if there is one (reentrant checkpointing). So `torch.autograd.backward`, which
 `Tensor.backward` and reentrant checkpointing both call, is wrapped. It breaks the graph of a compiled function: the
-compiler must not trace what happens around a backward.
+compiler must not trace what happens around a backward. A loss scale enters here too, at the roots.
 """
 
 from __future__ import annotations
@@ -40,10 +40,16 @@ class Listener(Protocol):
 Recorder = Callable[[Any], AbstractContextManager[Any]]
 """record(roots): the context in which an outermost backward runs."""
 
+Scaling = Callable[[Any, Any, bool], AbstractContextManager[Any]]
+"""scaling(roots, gradients, outermost): the context in which any backward runs, from the gradients that it gives."""
+
+_ARGUMENTS = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+
 # In the order in which they were added, the same on all ranks: what they do at the end is collective.
 _listeners: list[weakref.ref[Listener]] = []
 _depth = 0
 _record: Recorder = nullcontext
+_scaling: Scaling | None = None
 _replacements = Replacements()
 
 
@@ -59,6 +65,12 @@ def record_with(record: Recorder) -> None:
     """Run every outermost backward inside `record(its roots)` from now on."""
     global _record
     _record = record
+
+
+def scale_with(scaling: Scaling | None) -> None:
+    """Run every backward inside `scaling(...)` from now on."""
+    global _scaling
+    _scaling = scaling
 
 
 def listen(listener: Listener) -> None:
@@ -108,10 +120,19 @@ def _wrapped(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(*args: Any, **options: Any) -> None:
         if _depth:
-            original(*args, **options)
+            scaled(False, *args, **options)
             return
         with _record(args[0] if args else options.get("tensors")):
             outermost(*args, **options)
+
+    def scaled(is_outermost: bool, *args: Any, **options: Any) -> None:
+        if _scaling is None:
+            original(*args, **options)
+            return
+        call = {**dict(zip(_ARGUMENTS, args, strict=False)), **options}
+        old = "grad_variables" if call.get("grad_variables") is not None else "grad_tensors"
+        with _scaling(call.get("tensors"), call.get(old), is_outermost) as gradients:
+            original(**{**call, old: gradients})
 
     def outermost(*args: Any, **options: Any) -> None:
         # One counter for the process: an inner backward may run in a thread of the autograd engine.
@@ -120,7 +141,7 @@ def _wrapped(original: Callable[..., None]) -> Callable[..., None]:
         try:
             for listener in _alive():
                 listener.begin_round()
-            original(*args, **options)
+            scaled(True, *args, **options)
         except BaseException as error:
             for listener in _alive():
                 listener.abandon_round(error)

@@ -21,8 +21,8 @@ RELIES_ON = {
 }
 _replacements = Replacements()
 
-Load = Callable[[nn.Module, bool, Callable[[], Any]], Any]
-"""load(module, assign, original): what `module.load_state_dict(..., assign=assign)` does and returns."""
+Load = Callable[[nn.Module, Any, bool, Callable[[], Any]], Any]
+"""load(module, state, assign, original): what `module.load_state_dict(state, assign=assign)` does and returns."""
 Save = Callable[[nn.Module, Callable[[], Any]], Any]
 """save(module, original): what `module.state_dict()` does and returns."""
 
@@ -39,7 +39,7 @@ uninstall = _replacements.restore
 def _loading(load: Load, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_state_dict(self: nn.Module, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        return load(self, assign, lambda: original(self, state_dict, strict, assign))
+        return load(self, state_dict, assign, lambda: original(self, state_dict, strict, assign))
 
     return load_state_dict
 

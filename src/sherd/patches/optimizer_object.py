@@ -21,6 +21,7 @@ RELIES_ON = {
     "torch.optim:Optimizer.add_param_group": "self param_group",
     "torch.optim:Optimizer.profile_hook_step": "func",  # looks for `step.hooked`
     "torch.optim:Optimizer._patch_step_function": "self",
+    "torch.amp:GradScaler.step": "self optimizer args kwargs",  # looks for `_step_supports_amp_scaling`
     "torch.optim.lr_scheduler:LRScheduler.__init__": "self optimizer last_epoch",  # looks for `_wrapped_by_lr_sched`
 }
 
@@ -69,6 +70,15 @@ class Distributed(_Base):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradient. Inside an accumulation window it does nothing."""
         _handle_of(self).zero_grad(self, set_to_none)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """A fused optimizer tells a GradScaler that its own step unscales gradients; ours steps others than those."""
+        return False
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        vars(self)["_step_supports_amp_scaling"] = value  # for copies, which are plain optimizers
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state in torch's own format, on every rank. Collective."""

@@ -1,8 +1,8 @@
 """`step` of learning-rate schedulers: they count steps, not calls of `step()`.
 
 Inside an accumulation window `optimizer.step()` does nothing, and so must `scheduler.step()`, or the schedule would run
-K times too fast. A scheduler is not passed to `distribute`, so the check is in torch's classes: those that exist, and
-those that are defined later.
+K times too fast. The same holds for steps that are skipped until a loss scale fits. A scheduler is not passed to
+`distribute`, so the check is in torch's classes: those that exist, and those that are defined later.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from sherd.patches.replacing import Replacements, with_subclasses
@@ -21,13 +20,13 @@ RELIES_ON = {
     "torch.optim.lr_scheduler:LRScheduler._initial_step": "self",  # sets `_is_initial`
 }
 _replacements = Replacements()
-_is_inside: Callable[[Optimizer], bool]
+_waits: Callable[[LRScheduler], bool]
 
 
-def install(is_inside: Callable[[Optimizer], bool]) -> None:
-    """Make every scheduler skip calls where its optimizer `is_inside` a window."""
-    global _is_inside
-    _is_inside = is_inside
+def install(waits: Callable[[LRScheduler], bool]) -> None:
+    """Make every scheduler ask whether it `waits` before each step; the first, when it is built, it takes anyway."""
+    global _waits
+    _waits = waits
     for kind in with_subclasses(LRScheduler):
         _guard(kind)
     _replacements.replace(LRScheduler, "__init_subclass__", _guarding)
@@ -52,8 +51,8 @@ def _guarding(original: Callable[..., None]) -> Any:
 def _guarded(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def guarded(self: LRScheduler, *args: Any, **options: Any) -> Any:
-        # A scheduler takes its first step when it is built; that one always counts.
-        if not getattr(self, "_is_initial", False) and _is_inside(self.optimizer):
+        waits = _waits(self)
+        if waits and not getattr(self, "_is_initial", False):
             return None
         return step(self, *args, **options)
 

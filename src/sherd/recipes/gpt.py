@@ -51,7 +51,7 @@ def rotated(x: Tensor) -> Tensor:
     angles = torch.arange(x.shape[-2]).unsqueeze(1) * 10000.0 ** (-torch.arange(half) / half)
     cos, sin = angles.cos(), angles.sin()
     a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
 class Gpt(nn.Module):
@@ -148,6 +148,12 @@ def parser() -> argparse.ArgumentParser:
         help="ddp, zero1, zero2, zero3, local-sgd, diloco or gossip (default: zero3 in sherd train, else that of sherd "
         "run, or zero2)",
     )
+    add(
+        "--precision",
+        default="fp32",
+        metavar="NAME",
+        help="fp32, bf16 or fp16, with fp32 masters, or bf16-autocast (default: %(default)s)",
+    )
     add("--steps", type=int, default=1600, help="updates of the model (default: %(default)s)")
     add("--corpus", type=Path, metavar="FILE|DIR", help="text to learn from (default: Python's standard library)")
     add("--batch", type=int, default=8, help="sequences per rank and step (default: %(default)s)")
@@ -166,6 +172,7 @@ def check(arguments: argparse.Namespace, world: int) -> tuple[Windows, Windows]:
     """The training and the held-out text; `ConfigError` for what cannot work on that many ranks."""
     if arguments.strategy is not None:
         sherd.strategies.resolve(arguments.strategy)
+    sherd.StepOptions(precision=arguments.precision)  # refuses what is none
     for name in ("steps", "batch", "length", "width", "layers", "lr", "every", "write"):
         if not getattr(arguments, name) > 0:
             raise sherd.ConfigError(f"--{name} {getattr(arguments, name)}: expected more than 0")
@@ -203,7 +210,13 @@ def train(arguments: argparse.Namespace, learned: Windows, held_out: Windows) ->
     loader = DataLoader(learned, arguments.batch, shuffle=True, drop_last=True)
     judges = DataLoader(held_out, 4 * arguments.batch)
     model, optimizer, loader, judges = sherd.distribute(
-        model, optimizer, loader, judges, strategy=arguments.strategy, clip_norm=1.0
+        model,
+        optimizer,
+        loader,
+        judges,
+        strategy=arguments.strategy,
+        precision=arguments.precision,
+        clip_norm=1.0,
     )
     sherd.print(sherd.describe(model))
     sherd.print(

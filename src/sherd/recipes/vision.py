@@ -194,6 +194,12 @@ def parser() -> argparse.ArgumentParser:
         help="ddp, zero1, zero2, zero3, local-sgd, diloco or gossip (default: zero3 in sherd train, else that of sherd "
         "run, or zero2)",
     )
+    add(
+        "--precision",
+        default="fp32",
+        metavar="NAME",
+        help="fp32, bf16 or fp16, with fp32 masters, or bf16-autocast (default: %(default)s)",
+    )
     add("--model", choices=MODELS, default="resnet18", help="(default: %(default)s)")
     add(
         "--width",
@@ -228,6 +234,7 @@ def check(arguments: argparse.Namespace, world: int) -> tuple[Data, Data]:
     """Training and held-out images; `ConfigError` for what cannot work on that many ranks."""
     if arguments.strategy is not None:
         sherd.strategies.resolve(arguments.strategy)
+    sherd.StepOptions(precision=arguments.precision)  # refuses what is none
     for name in ("width", "steps", "size", "batch", "lr", "every", "judges"):
         value = getattr(arguments, name)
         if value is not None and not value > 0:
@@ -268,7 +275,9 @@ def train(arguments: argparse.Namespace, learned: Data, held_out: Data) -> None:
     some = range(0, len(held_out), math.ceil(len(held_out) / arguments.judges))
     loader = DataLoader(learned, arguments.batch, shuffle=True, drop_last=True, num_workers=arguments.workers)
     judges = DataLoader(Subset(held_out, some), 2 * arguments.batch, num_workers=arguments.workers)
-    model, optimizer, loader, judges = sherd.distribute(model, optimizer, loader, judges, strategy=arguments.strategy)
+    model, optimizer, loader, judges = sherd.distribute(
+        model, optimizer, loader, judges, strategy=arguments.strategy, precision=arguments.precision
+    )
     sherd.print(sherd.describe(model))
     sherd.print(f"{len(learned):,} images of {learned.size} x {learned.size} to train on, {len(some):,} held out")
 

@@ -40,7 +40,8 @@ def values_of(bucket: Bucket) -> Tensor:
 
 def _replicated(bucket: Bucket) -> bool:
     """Whether all ranks of a team have and update the whole bucket, so that shares are to be gathered inside it."""
-    return bucket.comm.world > 1 and bucket.values.owned.numel() == bucket.described.numel
+    whole = bucket.holder is None and bucket.values.owned.numel() == bucket.described.numel
+    return bucket.comm.world > 1 and whole
 
 
 def gather_shares(written: Iterable[tuple[Bucket, Tensor]]) -> None:

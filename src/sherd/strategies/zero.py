@@ -16,7 +16,10 @@ from sherd.strategies.registry import register
 
 
 class Sharded(ExchangePolicy):
-    """Gradients are summed slice by slice; owners update their slices, and the store makes them visible to all."""
+    """Gradients are summed slice by slice; owners update their slices, and the store makes them visible to all.
+
+    What an optimizer must have whole is not cut: one rank owns all of a bucket.
+    """
 
     owns = Owns.SLICE
 
@@ -27,6 +30,8 @@ class Sharded(ExchangePolicy):
         self.accumulate_at = AccumulateAt.RANK if stage == 1 else AccumulateAt.OWNER
 
     def reduce(self, bucket: Bucket, source: Tensor, target: Tensor, op: str, own: Tensor | None = None) -> Handle:
+        if bucket.holder is not None:
+            return bucket.comm.reduce(source, target, root=bucket.holder, op=op, own=own)
         return bucket.comm.reduce_scatter(source, target, op=op, own=own)
 
 

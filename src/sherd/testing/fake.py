@@ -61,7 +61,17 @@ class FakeCommunicator(Communicator):
         target.copy_(source * self.world if op == "sum" else source)
         return self._count(call, target)
 
-    def start_broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
+    def start_reduce(
+        self, call: Call, source: Tensor, target: Tensor, root: int, op: str, own: Tensor | None = None
+    ) -> Handle:
+        if self.rank == root:
+            mine = source if own is None else own
+            target.copy_(mine * self.world if op == "sum" else mine)
+        return self._count(call, target)
+
+    def start_broadcast(self, call: Call, target: Tensor, root: int, source: Tensor | None = None) -> Handle:
+        if source is not None:
+            target.copy_(source)
         return self._count(call, target)
 
     def start_all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:

@@ -201,7 +201,9 @@ def test_what_crosses_the_network_is_the_formula(ranks, hosts, local):
         assert payload["reduce_scatter"] == payload["all_gather"] == crossing
         assert payload["all_reduce"] == 2 * crossing
         assert payload["all_to_all"] == local * crossing
-        assert payload["broadcast"] == (world * crossing if rank == world - 1 else 0)
+        assert payload["broadcast"] == (world * crossing if rank in (0, world - 1) else 0)
+        elsewhere = rank % local == local - 1 and rank != world - 1  # it sends the sum of its host
+        assert payload["reduce"] == (world * slice_bytes if elsewhere else 0)
         far = (
             local % world
         )  # the first rank of the second host: rank 0 sends it one message, and rank 0's last neighbour
@@ -219,6 +221,9 @@ def counted():
         c.all_reduce(torch.ones(n)).wait()
         c.all_to_all(torch.ones(n)).wait()
         c.broadcast(torch.ones(n), world - 1).wait()
+        c.reduce(torch.ones(n), root=world - 1).wait()
+        whole = c.shared_tensor(n)
+        assert c.broadcast(whole, 0, source=torch.ones(n) if c.rank == 0 else None).wait().sum() == n
         for to in {c.host.world - 1, c.host.world} - {0}:  # on the same host and on the next
             if c.rank in (0, to):
                 (c.recv(torch.ones(4096), 0) if c.rank else c.send(torch.ones(4096), to)).wait()

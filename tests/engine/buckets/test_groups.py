@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -68,18 +70,19 @@ def test_lists_in_one_order_keep_it(order, parts):
         assert [thing for thing in found if thing in each] == each
 
 
-def lists(world, holders, shapes=((7, 15), (40, 30), (3,), (600,), (5, 5))):
-    """The buckets of every rank, each of which has the parameters that it holds."""
+def lists(world, holders, whole=(), shapes=((7, 15), (40, 30), (3,), (600,), (5, 5))):
+    """The buckets of every rank, each of which has the parameters that it holds; those in `whole` have one owner."""
     values = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     found = []
     for rank in range(world):
         every = []
         for at, (value, ranks) in enumerate(zip(values, holders, strict=True)):
             member = TrackedParameter(f"p{at}", nn.Parameter(value), ranks)
+            member.entry = replace(member.entry, placement="layer" if at in whole else "flat")
             held = ranks is None or rank in ranks
             every.append(Listed(member.entry, True, ranks, None, 0, member if held else None))
         members = [each.member for each in every if each.member is not None]
-        found.append(BucketList.pack(members, world, world, 1024, (), every))
+        found.append(BucketList.pack(members, world, world, 1024, (), every, rank))
     return found, values
 
 
@@ -106,19 +109,20 @@ class Gathered:
 GROUPS = st.none() | st.sets(st.integers(0, 3), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
 
 
-@given(st.lists(GROUPS, min_size=5, max_size=5))
-def test_a_norm_has_the_same_bits_whoever_holds_what(holders):
+@given(st.lists(GROUPS, min_size=5, max_size=5), st.sets(st.integers(0, 4)))
+def test_a_norm_has_the_same_bits_whoever_holds_what(holders, owned_whole):
     norms = []
-    for held in (holders, [None] * 5):
+    for held, whole in ((holders, owned_whole), ([None] * 5, ()), ([None] * 5, owned_whole)):
         torch.manual_seed(0)
-        every, values = lists(4, held)
+        every, values = lists(4, held, whole)
         for rank, buckets in enumerate(every):
             for bucket in buckets.buckets:
                 flat = torch.zeros(bucket.described.numel, dtype=torch.float64)
                 for member in bucket.members:
                     member.shaped_in(flat).copy_(values[int(member.name[1:])])
-                slice = flat.view(bucket.described.world, -1)[bucket.described.owner_of(rank)]
-                bucket.norms.copy_(torch.linalg.vector_norm(slice.view(-1, BLOCK), dim=1))
+                low, high = bucket.described.span(bucket.described.owner_of(rank))
+                slice = flat[low:high]
+                bucket.norms.copy_(torch.linalg.vector_norm(slice.view(len(slice) // BLOCK, BLOCK), dim=1))
         tables = [buckets.table.norms for buckets in every]
         assert len({len(table) for table in tables}) == 1, "they are gathered"
         norms += [buckets.table.total(Gathered(tables)) for buckets in every]

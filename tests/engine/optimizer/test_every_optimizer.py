@@ -1,4 +1,7 @@
-"""Every optimizer of torch and of timm under ZeRO: it has the bits of ddp, or it is refused."""
+"""Every optimizer of torch and of timm under ZeRO: it has the bits of ddp, or it is refused.
+
+One that draws random numbers has other bits than under ddp: of each parameter, only the owner draws.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from sherd import ConfigError
 from tests.helpers.training import connected, differ, same, weights
 
 STEPS = 8
+RANDOM = {"kron", "kronc", "kronw"}
 TORCH = tuple(
     name
     for name, kind in vars(optim).items()
@@ -49,7 +53,7 @@ def trained(c, make, strategy):
 def right_or_refused(makers):
     """The names of those that have the bits of ddp, and of those that are refused. There are no others."""
     right, refused = [], []
-    with connected() as c:
+    with connected() as c, torch.compiler.set_stance("force_eager"):  # kron would compile its step for a minute
         for name, make in makers.items():
             try:
                 found = trained(c, make, "zero2")
@@ -57,9 +61,12 @@ def right_or_refused(makers):
                 assert f"{type(make(scale_invariant())).__name__} cannot be sharded: " in str(error)
                 refused.append(name)
                 continue
-            expected = trained(c, make, "ddp")
-            same(found, expected, name)
-            assert differ(expected, weights(scale_invariant())), name
+            assert differ(found, weights(scale_invariant())), name
+            if name in RANDOM:
+                everybody = c.all_gather_object(found)
+                same(everybody[0], everybody[1], name)
+            else:
+                same(found, trained(c, make, "ddp"), name)
             right.append(name)
     return right, refused
 
@@ -76,7 +83,7 @@ def every_one_of_torch():
 
 def test_every_optimizer_of_torch(ranks):
     for right, refused in ranks(2).run(every_one_of_torch):
-        assert sorted(refused) == ["Adafactor", "LBFGS", "Muon", "SparseAdam"]
+        assert sorted(refused) == ["LBFGS", "SparseAdam"]
         assert sorted(right + refused) == sorted(TORCH)
 
 
@@ -114,18 +121,19 @@ needs_timm = pytest.mark.skipif(
     importlib.util.find_spec("timm") is None, reason="needs timm: pip install --no-deps timm"
 )
 RIGHT = {"adamw", "adan", "adopt", "lion", "madgrad", "nadamw", "radam", "rmsproptf", "sgdw"}
-REFUSED = {"adamp", "sgdp", "lamb", "lars", "muon"}
+WHOLE = {"adafactorbv", "adamp", "cadamw", "kron", "lars", "mars", "muon", "novograd", "sgdp"}
+REFUSED = {"adahessian", "lamb"}
 
 
 @needs_timm
 def test_optimizers_of_timm(ranks):
-    for right, refused in ranks(2).run(those_of_timm, sorted(RIGHT | REFUSED)):
-        assert (set(right), set(refused)) == (RIGHT, REFUSED)
+    for right, refused in ranks(2).run(those_of_timm, sorted(RIGHT | WHOLE | REFUSED)):
+        assert (set(right), set(refused)) == (RIGHT | WHOLE, REFUSED)
 
 
 @needs_timm
 @pytest.mark.fuzz
 def test_every_optimizer_of_timm(ranks):
     for right, refused in ranks(2).run(those_of_timm):
-        assert set(right) >= RIGHT and set(refused) >= REFUSED
-        assert len(right) > 30
+        assert set(right) >= RIGHT | WHOLE
+        assert all(name == "adahessian" or name.removeprefix("c").startswith("lamb") for name in refused), refused

@@ -89,12 +89,10 @@ def _chosen(options: Options) -> dict[str, Any]:
     }
 
 
-def _notice_scaler() -> bool:
-    """A GradScaler has scaled a loss; returns whether that is recorded."""
-    if monitor.current is None:
-        return False
-    monitor.current.scaled = True
-    return True
+def _notice_scaler() -> None:
+    """A GradScaler has scaled a loss."""
+    if monitor.current is not None:
+        monitor.current.scaled = True
 
 
 @contextmanager

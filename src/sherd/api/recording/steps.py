@@ -36,6 +36,7 @@ class StepRecorder:
         self._layers = LayerMeter(training.engine, self._gradient) if flag_from_env("SHERD_LAYERS", False) else None
         self._reader = run.reader()
         self._sent = self._bytes()
+        self._scale: float | None = None
 
     def record(self, closure: Closure | None, step: Callable[[Closure | None], Any]) -> Any:
         """Take the step `step(closure)`, and record it if it was a real one."""
@@ -43,6 +44,8 @@ class StepRecorder:
         if monitor.current is not run:  # that run is over
             return step(closure)
         before, loss = (gradient.steps, gradient.skipped), None
+        scale = self._training.engine.scale
+        self._scale = None if scale is None else scale.value  # the step may change it
         run.begin_step()
         if self._layers is not None:
             self._layers.before()
@@ -72,6 +75,8 @@ class StepRecorder:
             "norm_squared": self._gradient.own_squared(engine.buckets.of(self._optimizer)) / engine.teams.count,
         }
         self._sent = sent
+        if engine.scale is not None:
+            fields["loss_scale"] = self._scale
         drift = engine.policy.drift
         if drift is not None:
             fields["since_exchange"] = drift.since

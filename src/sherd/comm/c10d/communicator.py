@@ -201,7 +201,18 @@ class C10dCommunicator(Communicator):
             return False
         return self._slices.backend_reduces(source.dtype, op)
 
-    def start_broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
+    def start_reduce(
+        self, call: Call, source: Tensor, target: Tensor, root: int, op: str, own: Tensor | None = None
+    ) -> Handle:
+        payload = 0 if self.rank == root else wire_bytes(source.numel(), source)
+        given = source if own is None else own
+        exchanges = 2 if self._slices.goes_to_root_in_pieces(source) else 1
+        return self._issue(call, payload, lambda: self._slices.reduce_to(given, target, root, op), exchanges)
+
+    def start_broadcast(self, call: Call, target: Tensor, root: int, source: Tensor | None = None) -> Handle:
+        if source is not None:
+            target.copy_(source)
+
         def steps() -> Steps:
             yield self._wire.broadcast(as_bytes(target), root)
 

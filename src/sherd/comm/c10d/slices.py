@@ -69,6 +69,39 @@ class Slices:
             yield self.all_to_all(received, source)
             combine(self._tree, received.view(self._world, cut).unbind(), target, op)
 
+    def goes_to_root_in_pieces(self, source: Tensor) -> bool:
+        """Whether `reduce_to` takes several exchanges."""
+        return source.numel() > self._width_to_root(source)
+
+    def reduce_to(self, source: Tensor, target: Tensor, root: int, op: str) -> Steps:
+        """Reduce every rank's `source` into `target`, on rank `root`."""
+        width = self._width_to_root(source)
+        others = [r for r in range(self._world) if r != self._rank] if self._rank == root else []
+        under_way: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
+        for start in range(0, source.numel(), width):
+            piece = source[start : start + width]
+            rows = torch.empty(len(others), piece.numel(), dtype=source.dtype, device=source.device)
+            given, nbytes = piece[: 0 if others else None], piece.numel() * piece.element_size()
+            receives = [nbytes if r in others else 0 for r in range(self._world)]
+            sends = [nbytes if not others and r == root else 0 for r in range(self._world)]
+            work = self._wire.all_to_all(as_bytes(rows.view(-1)), as_bytes(given), receives, sends)
+            parts = list(rows)
+            parts.insert(self._rank, piece)
+            under_way.append((work, target[start : start + width], parts))
+            if len(under_way) == 2:
+                yield from self._reduce_parts(*under_way.pop(0), op)
+        for each in under_way:
+            yield from self._reduce_parts(*each, op)
+
+    def _reduce_parts(self, work: dist.Work, target: Tensor, parts: list[Tensor], op: str) -> Steps:
+        yield work
+        if len(parts) == self._world:
+            combine(self._tree, parts, target, op)
+
+    def _width_to_root(self, source: Tensor) -> int:
+        """Elements that each rank sends to the root at a time."""
+        return max(EXCHANGE_BYTES // (max(self._world - 1, 1) * source.element_size()), 1)
+
     def gather(self, source: Tensor, target: Tensor, codec: Codec | None) -> Steps:
         """Every rank's `source`, in rank order."""
         if codec is None and source.dtype == target.dtype:

@@ -194,21 +194,46 @@ class ClusterCommunicator(Communicator):
             finish,
         )
 
-    def start_broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
+    def start_reduce(
+        self, call: Call, source: Tensor, target: Tensor, root: int, op: str, own: Tensor | None = None
+    ) -> Handle:
         host, local = divmod(root, self._locals)
-        from_here, crosses = host == self._mine, local == self._inside.rank
-
-        def inside() -> Sequence[Handle]:
-            start = self._inside.start_broadcast
-            return [start(call, target, local) if from_here else self._inside.start_barrier(call)]
-
+        crosses = local == self._inside.rank
+        summed = self._pool.take(source.numel() if crosses else 0, source.dtype)
+        nothing = summed[:0]
+        parts = [summed if h == host else nothing for h in range(self._hosts)]
         return self._issue(
             call,
-            (self._hosts - 1) * wire_bytes(target.numel(), target) if self.rank == root else 0,
-            inside,
-            lambda across: across.spread(target if crosses else target[:0], host),
-            lambda: [] if from_here else [self._again.start_broadcast(call, target, local)],
+            wire_bytes(source.numel(), source) if crosses and self.rank != root else 0,
+            lambda: [self._inside.start_reduce(call, source, summed, local, _undivided(op), own)],
+            lambda across: across.reduce(parts, target, op, self.world),
+            finish=lambda: self._pool.give_back(summed),
+            reading=1,  # what crosses the network is this host's sum, in memory of its own
         )
+
+    def start_broadcast(self, call: Call, target: Tensor, root: int, source: Tensor | None = None) -> Handle:
+        host, local = divmod(root, self._locals)
+        from_here, crosses, shared = host == self._mine, local == self._inside.rank, False
+        if isinstance(self._inside, HostCommunicator):
+            call, shared = self._inside.naming(call, target), self._inside.shares(target)
+
+        def inside() -> Sequence[Handle]:
+            if from_here and not shared:
+                return [self._inside.start_broadcast(call, target, local, source)]
+            return [self._inside.start_barrier(call)]  # no rank of this host still reads what is overwritten
+
+        def cross(across: Across) -> Steps:
+            if shared and source is not None:
+                target.copy_(source)
+            yield from across.spread(target if crosses else target[:0], host)
+
+        def again() -> Sequence[Handle]:
+            if shared:
+                return [self._again.start_barrier(call)]
+            return [] if from_here else [self._again.start_broadcast(call, target, local)]
+
+        payload = (self._hosts - 1) * wire_bytes(target.numel(), target) if self.rank == root else 0
+        return self._issue(call, payload, inside, cross, again)
 
     def start_all_to_all(self, call: Call, source: Tensor, target: Tensor) -> Handle:
         rows = self._pool.take(source.numel(), source.dtype).view(self._hosts, -1)

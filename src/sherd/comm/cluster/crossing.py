@@ -172,12 +172,13 @@ class Across:
         """Send `give[h]` to host h and receive `take[h]` from it, for all other hosts."""
         yield from self._start(give, take)
 
-    def reduce(self, sums: Tensor, target: Tensor, op: str, count: int) -> Steps:
-        """Row h of `sums` is this host's part of host h's slice: reduce all hosts' parts of this host's own slice."""
-        numel = target.numel()
-        width = max(EXCHANGE_BYTES // (len(self._others) * sums.element_size()), 1)
-        pieces, longest = 2 if numel > width else 1, min(width, numel)
-        room = self._column.pool.take(pieces * len(self._others) * longest, sums.dtype)
+    def reduce(self, sums: Tensor | Sequence[Tensor], target: Tensor, op: str, count: int) -> Steps:
+        """Row h of `sums` is this host's part of host h's slice: reduce all hosts' parts of this host's own slice. Of
+        slices that are not empty, all have one size."""
+        numel = max(row.numel() for row in sums)
+        width = max(EXCHANGE_BYTES // (len(self._others) * sums[0].element_size()), 1)
+        pieces, longest = 2 if numel > width else 1, min(width, target.numel())
+        room = self._column.pool.take(pieces * len(self._others) * longest, sums[0].dtype)
         arrived = room.view(pieces, len(self._others), longest)
         under_way: deque[tuple[list[Tensor], Tensor, list[Wait]]] = deque()
         for index, start in enumerate(range(0, numel, width)):
@@ -185,7 +186,7 @@ class Across:
             parts = [row[start:stop] for row in sums]
             rows = list(parts)
             for h, row in zip(self._others, arrived[index % 2], strict=True):
-                rows[h] = row[: stop - start]
+                rows[h] = row[: target.numel() and stop - start]
             messages = self._start(parts, rows, index % 2)
             under_way.append((rows, target[start:stop], messages))
             if len(under_way) == 2:
@@ -229,7 +230,8 @@ class Across:
 
     def _add(self, rows: list[Tensor], target: Tensor, messages: list[Wait], op: str, count: int) -> Steps:
         yield from messages
-        combine(self._tree, rows, target, op, count)
+        if target.numel():
+            combine(self._tree, rows, target, op, count)
 
 
 def _tag(call: Call, number: int) -> int:

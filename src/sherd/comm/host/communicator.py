@@ -249,8 +249,34 @@ class HostCommunicator(Communicator):
             target[start : start + source.numel()].copy_(source)
         return self.start_barrier(named)
 
-    def start_broadcast(self, call: Call, target: Tensor, root: int) -> Handle:
+    def start_reduce(
+        self, call: Call, source: Tensor, target: Tensor, root: int, op: str, own: Tensor | None = None
+    ) -> Handle:
+        numel, here = source.numel(), self.rank == root
+        plan = self._plans.get(call)
+        if plan is None:
+            finish = combiner(self.tree, op, source.dtype, target.dtype) if here else results.keep_target
+            plan = self._plan(call, 0, source, numel, self._all, finish)
+            plan.payload = 0 if here else wire_bytes(numel, source)
+            plan.lent = self._lent_calls.plan_whole(call, source, numel if here else 0, finish)
+
+        def stream(o: SteppedOperation) -> Steps:
+            if own is not None:
+                source.copy_(own)  # it is not read by anybody else
+            take = results.reducing(self.tree, target, op) if here else results.ignoring
+            return self._streams.gather(o, source, numel, self._all, None, take)
+
+        return self._start(call, plan, source, target, stream, own)
+
+    def start_broadcast(self, call: Call, target: Tensor, root: int, source: Tensor | None = None) -> Handle:
         numel, receives = target.numel(), self.rank != root
+        if self.shares(target):
+            named, given, place = self.naming(call, target), EMPTY, EMPTY
+            if not receives:
+                given, place = target if source is None else source, target
+            return self._start(named, _NO_PLAN, given, target, lambda o: self._streams.publish(o, given, place))
+        if source is not None:
+            target.copy_(source)
         plan = self._plans.get(call)
         if plan is None:
             finish = results.copy_first if receives else results.keep_target

@@ -4,6 +4,7 @@ values        their values: the whole bucket, and what this rank owns of it (set
 contribution  a gradient that autograd computed on this rank
 local         contributions that have not been sent to any other rank yet
 wire          the dtype in which contributions travel; each is multiplied by its round's factor in that or a wider one
+master        what the optimizer steps where parameters are rounded: as long as what this rank owns
 sum           the result of the reduction over the ranks, in its own dtype; each owner keeps a slice of it, or every
               rank keeps all of it
 norms         norms of the blocks of this rank's slice of the sum, taken while it is in the cache
@@ -13,14 +14,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sherd.comm import Communicator
+from sherd.comm import Communicator, Handle
 from sherd.engine.buckets.exchange import Exchange, Rooms, users_of
 from sherd.engine.buckets.ring import PieceFiller
 from sherd.engine.buckets.tracked import TrackedParameter
@@ -64,6 +65,25 @@ class Values:
     whole: Tensor
     owned: Tensor
     """the part that this rank updates"""
+    master: Tensor | None = field(default=None, kw_only=True)
+    """what the optimizer steps in place of `owned`, which is this, rounded (see `parameters.masters`)"""
+    edited: bool = field(default=True, kw_only=True)
+    """whether `owned` may be something else than the rounded master: the program may have written into it"""
+
+    @property
+    def stepped(self) -> Tensor:
+        """What the optimizer steps."""
+        return self.owned if self.master is None else self.master
+
+
+def gather(comm: Communicator, described: slicing.Bucket, part: Tensor, whole: Tensor | None = None) -> Handle:
+    """`Bucket.gather`, for those that must not hold a bucket."""
+    if described.holder is None:
+        return comm.all_gather(part) if whole is None else comm.all_gather(part, whole)
+    if whole is None:
+        whole = part.new_empty(described.numel)
+    elsewhere = comm.rank == described.holder and part.data_ptr() != whole.data_ptr()
+    return comm.broadcast(whole, described.holder, source=part if elsewhere else None)
 
 
 class Bucket:
@@ -88,6 +108,9 @@ class Bucket:
         self.members = tuple(members)
         self.dtype = dtype_of(described.dtype)
         self.wire, self.sum_dtype = dtype_of(described.dtypes.wire), dtype_of(described.dtypes.sum)
+        self.update_dtype = dtype_of(described.dtypes.update)
+        self.grad_dtypes = {self.dtype, self.sum_dtype}
+        """What a program may set `p.grad` to."""
         self._by_entry = dict(zip(described.members, self.members, strict=True))
         for position, member in enumerate(self.members):
             member.bucket, member.position, member.offset = self, position, described.begins[position]
@@ -118,9 +141,25 @@ class Bucket:
         """The ranks that hold these parameters, if not all do."""
         return self.described.ranks
 
+    @property
+    def holder(self) -> int | None:
+        """The rank of `comm` that owns all of it, if its members are owned whole."""
+        return self.described.holder
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """What this rank owns of a tensor that is as long as the bucket."""
+        low, high = self.described.span(self.comm.rank)
+        return whole[low:high]
+
+    def gather(self, part: Tensor, whole: Tensor | None = None) -> Handle:
+        """All of a tensor that is as long as the bucket, from what each rank owns of it. Collective."""
+        return gather(self.comm, self.described, part, whole)
+
     def segments(self, owner: int | None) -> Iterator[tuple[TrackedParameter, Segment]]:
         """The part of the bucket that `owner`, a rank of `comm`, has, member by member; None has all of it."""
-        described = self.described if owner is not None else replace(self.described, world=1)
+        described = self.described
+        if owner is None:
+            described = replace(described, world=1, holder=None if self.holder is None else 0)
         return ((self._by_entry[segment.entry], segment) for segment in described.segments(owner or 0))
 
     # ---------------------------------------------------------------- how its sum is kept
@@ -336,6 +375,12 @@ class Bucket:
         else:
             self.norms.zero_()
         self.scaled, self.edited = 1.0, False
+
+    def not_finite(self) -> list[str]:
+        """The names of the members whose norms are not, as far as this rank's slice goes."""
+        fine = self.norms.isfinite()
+        firsts = [(member, at.offset // BLOCK, at.blocks) for member, at in self.segments(self.comm.rank)]
+        return [member.name for member, first, blocks in firsts if not fine[first : first + blocks].all()]
 
     def scale(self, factor: float) -> None:
         """Multiply the sum by `factor`."""

@@ -26,6 +26,7 @@ from sherd.engine.buckets.catalogue import Listed, listed
 from sherd.engine.buckets.groups import Ranks
 from sherd.engine.buckets.norms import NormTable
 from sherd.engine.buckets.tracked import Mode, TrackedParameter
+from sherd.layout.packing import Holders
 from sherd.layout.shard_layout import ShardLayout
 
 
@@ -58,15 +59,17 @@ class BucketList:
         bucket_numel: int,
         optimizers: Sequence[Optimizer] = (),
         catalogue: Sequence[Listed] | None = None,
+        rank: int = 0,
     ) -> BucketList:
-        """Buckets of `bucket_numel` elements for `world` ranks, which sum in groups of `group`.
+        """Buckets of `bucket_numel` elements for `world` ranks, which sum in groups of `group`; this one is `rank`.
 
         Inside a bucket, members are ordered by the optimizer's groups, and those in none come last: it steps adjacent
         ones together. `catalogue` has the parameters of all ranks, where they do not all hold the same.
         """
         every = listed(members, optimizers) if catalogue is None else catalogue
-        trained = tuple(each for each in every if each.trained)
-        frozen = tuple(each for each in every if not each.trained)
+        holders = Holders(world)
+        trained = _held(holders, [each for each in every if each.trained])
+        frozen = _held(holders, [each for each in every if not each.trained])
         keys: list[object] = [None] * len(trained)
         if len(optimizers) > 1:
             keys = [each.entry.name if each.optimizer is None else each.optimizer for each in trained]
@@ -78,8 +81,9 @@ class BucketList:
             order=range(len(trained) - 1, -1, -1),  # in which gradients arrive
             keys=keys,
             ranks=[each.ranks for each in trained],
+            holders=[each.holder for each in trained],
         ).sorted_by([each.place for each in trained])
-        whole = layout.grown((each.entry for each in frozen), [each.ranks for each in frozen])
+        whole = _grown(layout, frozen)
         found = [*trained, *frozen]
         held: list[Bucket] = []
         for described in whole.buckets:
@@ -91,7 +95,7 @@ class BucketList:
         for member in parameters:
             member.mode = Mode.TRAINED
         buckets = tuple(bucket for bucket in held if bucket.described.index < len(layout.buckets))
-        table = NormTable(buckets, layout)
+        table = NormTable(buckets, layout, rank)
         return cls(buckets, parameters, buckets, layout, tuple(held[len(buckets) :]), table, trained, frozen)
 
     def unfrozen(self, members: Iterable[TrackedParameter], elsewhere: Iterable[str] = ()) -> BucketList:
@@ -102,7 +106,7 @@ class BucketList:
         joining = tuple(member.bucket for member in members)
         for member in members:
             member.mode = Mode.TRAINED
-        layout = self.layout.grown((each.entry for each in awake), [each.ranks for each in awake])
+        layout = _grown(self.layout, awake)
         buckets = self.buckets + joining
         return BucketList(
             buckets,
@@ -110,7 +114,7 @@ class BucketList:
             self.launch_order + joining,
             layout,
             tuple(bucket for bucket in self.frozen if bucket not in joining),
-            NormTable(buckets, layout),
+            NormTable(buckets, layout, self.table.rank),
             (*self.catalogue, *awake),
             tuple(each for each in self.asleep if each not in awake),
         )
@@ -163,6 +167,19 @@ class BucketList:
     def every(self) -> tuple[Bucket, ...]:
         """The buckets of all parameters."""
         return self.buckets + self.frozen
+
+
+def _held(holders: Holders, those: Sequence[Listed]) -> tuple[Listed, ...]:
+    """The same with the owners of what is owned whole."""
+    work, ranks = [each.work for each in those], [each.ranks for each in those]
+    chosen = holders.choose([each.entry for each in those], work, ranks)
+    return tuple(replace(each, holder=holder) for each, holder in zip(those, chosen, strict=True))
+
+
+def _grown(layout: ShardLayout, those: Sequence[Listed]) -> ShardLayout:
+    """The layout with these at the end, each in its own bucket."""
+    ranks, holders = [each.ranks for each in those], [each.holder for each in those]
+    return layout.grown((each.entry for each in those), ranks, holders)
 
 
 def assign(buckets: Iterable[Bucket], optimizers: Sequence[Optimizer]) -> None:

@@ -152,7 +152,7 @@ class SliceExchange(Exchange):
     """Sums of slices, reduced through the ring."""
 
     def kept(self, described: slicing.Bucket) -> int:
-        return described.slice_numel
+        return described.owned_numel(self.rank)
 
     def room(self, bucket: Bucket, memory: Tensor) -> Room:
         whole = with_own_storage(memory)
@@ -167,7 +167,7 @@ class WholeExchange(Exchange):
 
     def room(self, bucket: Bucket, memory: Tensor) -> Room:
         whole = with_own_storage(memory)
-        slice = whole.view(self.comm.world, -1)[self.rank]
+        slice = bucket.part_of(whole)
         views = [member.shaped_in(whole) for member in bucket.members]
         return Room(whole, self._sum(whole, slice), slice, views)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sherd.comm import Communicator
 from sherd.engine.buckets.groups import Groups, Item, Ranks, words
+from sherd.engine.buckets.precision import Precision
 from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.errors import ConfigError, Diverged
 from sherd.layout.entry import ITEMSIZE, dtype_name, memory_order
@@ -26,11 +27,18 @@ class Inventory:
     """which ranks hold what"""
 
     @classmethod
-    def of(cls, model: nn.Module, dry: bool = False, groups: Groups | None = None) -> Inventory:
+    def of(
+        cls,
+        model: nn.Module,
+        dry: bool = False,
+        groups: Groups | None = None,
+        precision: Precision = Precision(),  # noqa: B008 - it is frozen
+    ) -> Inventory:
         """The inventory of `model`. Refuses what cannot be distributed, and meta tensors unless the run is `dry`."""
         found = list(model.named_parameters())
         for name, parameter in found:
             _check(name, parameter, dry)
+            precision.check(name, parameter)
             if parameter.device != found[0][1].device:
                 raise ConfigError(
                     f"parameter {name!r} is on {parameter.device} and {found[0][0]!r} on {found[0][1].device}; "
@@ -38,7 +46,10 @@ class Inventory:
                 )
         _check_modules(model)
         groups = groups or Groups()
-        members = tuple(TrackedParameter(name, parameter, groups.ranks_of(name)) for name, parameter in found)
+        members = tuple(
+            TrackedParameter(name, parameter, groups.ranks_of(name), precision.dtypes(name, parameter))
+            for name, parameter in found
+        )
         return cls(model, members, tuple(buffer for buffer in model.buffers() if buffer is not None), groups)
 
     def buffers_of(self, ranks: Ranks) -> list[Tensor]:

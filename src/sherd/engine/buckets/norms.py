@@ -16,6 +16,8 @@ from torch import Tensor
 
 from sherd.comm import Communicator
 from sherd.engine.buckets.bucket import Bucket
+from sherd.layout import slicing
+from sherd.layout.norms import added
 from sherd.layout.placement import BLOCK
 from sherd.layout.shard_layout import ShardLayout
 
@@ -24,11 +26,12 @@ class NormTable:
     """The block norms of this rank's part of `buckets`, and the norm over all ranks.
 
     The buckets fill in the block norms. `layout` has the buckets of all ranks, and the order in which blocks are added.
-    The tables of ranks that hold less are padded with zeros.
+    The tables of ranks that hold or own less are padded with zeros.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], layout: ShardLayout) -> None:
-        blocks = [bucket.described.slice_numel // BLOCK for bucket in buckets]
+    def __init__(self, buckets: Sequence[Bucket], layout: ShardLayout, rank: int) -> None:
+        blocks = [_blocks(bucket.described, rank) for bucket in buckets]
+        self.rank = rank
         self._layout = layout
         self._starts, self._length = _starts(layout)
         self.norms = torch.zeros(self._length, dtype=torch.float64)
@@ -41,9 +44,7 @@ class NormTable:
         """The 2-norm of the whole gradient, the same bits on every rank. Collective."""
         with comm.counters.agreeing():
             gathered = comm.all_gather(self.norms).wait()
-        # cumsum adds in order; sum() does not, and its order depends on the number of threads.
-        squares = gathered[self._order].square_()
-        return float(squares.cumsum(0)[-1].sqrt()) if squares.numel() else 0.0
+        return float(added(gathered[self._order]))
 
     @cached_property
     def _order(self) -> Tensor:
@@ -60,17 +61,22 @@ class NormTable:
 
 def _starts(layout: ShardLayout) -> tuple[list[dict[int, int]], int]:
     """By rank, where each bucket begins in its table, and the length of the longest; one for all if they are alike."""
-    alike = all(bucket.ranks is None for bucket in layout.buckets)
+    alike = all(bucket.ranks is None and bucket.holder is None for bucket in layout.buckets)
     found, length = [], 0
     for rank in range(1 if alike else layout.world):
         starts, total = {}, 0
         for bucket in layout.buckets:
             if bucket.owner_of(rank) is not None:
                 starts[bucket.index] = total
-                total += bucket.slice_numel // BLOCK
+                total += _blocks(bucket, rank)
         found.append(starts)
         length = max(length, total)
     return found, length
+
+
+def _blocks(bucket: slicing.Bucket, rank: int) -> int:
+    owner = bucket.owner_of(rank)
+    return 0 if owner is None else bucket.owned_numel(owner) // BLOCK
 
 
 def squares(bucket: Bucket, left: float) -> Tensor:

@@ -185,6 +185,8 @@ class Reductions:
         self._device = device
         self._rings: dict[Exchange, Ring] = {}
         self._under_way: deque[Reduction] = deque()
+        self.scale = 1.0
+        """The loss scale that contributions have, and sums do not."""
 
     def fit(self, buckets: Iterable[Bucket]) -> None:
         """Make enough slots, large enough for these buckets, which are kept. Nothing may be in flight."""
@@ -216,7 +218,8 @@ class Reductions:
         """Reduce a slot into `target`, or, if that already holds a sum, into what is added to it at the end."""
         exchange = bucket.exchange
         if own is not None and exchange.comm.world > READ_IN_PLACE:
-            source.view(exchange.comm.world, -1)[exchange.rank].copy_(own)
+            place = source if bucket.holder is not None else source.view(exchange.comm.world, -1)[exchange.rank]
+            place.copy_(own)
             own = None
         into = target
         if exchange.sum_in_slot and source.dtype == target.dtype:
@@ -257,7 +260,10 @@ class Reductions:
         bucket, handle, target, addend, last = self._under_way.popleft()
         handle.wait()
         self._rings[bucket.exchange].done(handle)
-        bucket.divide(target if addend is None else addend)
+        total = target if addend is None else addend
+        bucket.divide(total)
+        if self.scale != 1.0:
+            total.mul_(1.0 / self.scale)
         if addend is not None:
             target.add_(addend)
         if last:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from sherd.layout.entry import Entry, dtype_name, memory_order
+from sherd.layout.entry import Dtypes, Entry, dtype_name, memory_order
 from sherd.layout.slicing import Segment
 
 if TYPE_CHECKING:
@@ -35,12 +35,19 @@ class TrackedParameter:
     original: Tensor
     """Its memory in the store where updates are made."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, ranks: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        ranks: tuple[int, ...] | None = None,
+        dtypes: Dtypes | None = None,
+    ) -> None:
         self.name = name
         self.parameter = parameter
         self.ranks = ranks
         """The ranks that hold it, if not all do."""
-        self.entry = Entry(name, tuple(parameter.shape), dtype_name(parameter), order=memory_order(parameter))
+        dtypes = dtypes or Dtypes.all(dtype_name(parameter))
+        self.entry = Entry(name, tuple(parameter.shape), dtypes.parameter, order=memory_order(parameter), dtypes=dtypes)
         self.mode = Mode.FROZEN
         self.used = False
         """Whether it has a gradient on any rank."""

@@ -52,6 +52,8 @@ class Report:
     """by entry of the layout: 1 or 0"""
     trainable: bytearray
     """by entry of the layout: 1 or 0"""
+    scale: float | None = None
+    """of losses, if they are scaled"""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,13 @@ class Agreement:
     """by entry; None if all were used"""
 
 
-def report(buckets: BucketList, gradients: Sequence[Gradient], edited: bool, late: Iterable[Bucket]) -> Report:
+def report(
+    buckets: BucketList,
+    gradients: Sequence[Gradient],
+    edited: bool,
+    late: Iterable[Bucket],
+    scale: float | None = None,
+) -> Report:
     """This rank's report on its gradients."""
     late, partly = set(late), buckets.partly_held
     with bypass_torch_function():
@@ -84,6 +92,7 @@ def report(buckets: BucketList, gradients: Sequence[Gradient], edited: bool, lat
         late=[bucket in late for bucket in buckets.slots],
         used=_by_entry(used, buckets),
         trainable=_by_entry(trainable, buckets),
+        scale=scale,
     )
 
 
@@ -158,7 +167,7 @@ def agree(comm: Communicator, report: Report, buckets: BucketList) -> Agreement:
     world, entries = comm.world, len(report.used)
     counts = [number for each in report.gradients for number in (each.steps, each.backwards)]
     weights = [number for each in report.gradients for number in (each.weights.local, each.weights.weighed or 0)]
-    common = (report.settings, *counts)
+    common = (report.settings, *counts, *(() if report.scale is None else (report.scale,)))
     squared = [number * number for number in common]
     parts: list[Sequence[float]] = [(not report.finite, report.edited), weights, common, squared, report.late]
     numbers = torch.tensor([*chain.from_iterable(parts)], dtype=torch.float64)
@@ -173,7 +182,7 @@ def agree(comm: Communicator, report: Report, buckets: BucketList) -> Agreement:
         (bad, edited), weights, sums, squares, late = found
         same = [_same(one, other, world) for one, other in zip(sums, squares, strict=True)]
         if not all(same[1:]):
-            raise _apart(comm, report.gradients)
+            raise _apart(comm, report)
         users = total[len(numbers) :]
         uniform = bool((users == _holders(buckets, world) * (_TRAINABLE + 1)).all())  # in nearly every step
         every: list[float] = [] if uniform else users.tolist()
@@ -242,8 +251,17 @@ def _same(total: float, squares: float, world: int) -> bool:
     return total * total == world * squares
 
 
-def _apart(comm: Communicator, gradients: Sequence[Gradient]) -> Diverged:
-    by_rank, rank = comm.compare_object([(each.label, each.backwards) for each in gradients])
+def _apart(comm: Communicator, report: Report) -> Diverged:
+    scales, rank = comm.compare_object(report.scale)
+    if scales[rank] != scales[0]:
+        one, two = comm.numbers[0], comm.numbers[rank]
+        return Diverged(
+            f"the ranks are out of sync: the loss scale is {scales[0]:g} on rank {one} and {scales[rank]:g} on rank "
+            f"{two}; all models of a process share one scale, so distribute and step the same scaled models on every "
+            f"rank",
+            ranks=(one, two),
+        )
+    by_rank, rank = comm.compare_object([(each.label, each.backwards) for each in report.gradients])
     first, other = ([label for label, _ in each] for each in (by_rank[0], by_rank[rank]))
     one, two = comm.numbers[0], comm.numbers[rank]
     if first != other:

@@ -8,7 +8,7 @@ error. A new dtype, or another object in place of a parameter, is refused at onc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, cast
@@ -22,7 +22,8 @@ from sherd.engine.buckets.groups import Ranks
 from sherd.engine.buckets.inventory import Inventory
 from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.parameters.isolation import bypass_torch_function
-from sherd.engine.parameters.store import ParameterStore
+from sherd.engine.parameters.masters import follow_edits, put_masters, whole_masters
+from sherd.engine.parameters.store import ParameterStore, take_from_leader
 from sherd.errors import Diverged, SherdError
 
 Kind = tuple[tuple[int, ...], torch.dtype, torch.Size]
@@ -54,6 +55,7 @@ class Unchanged:
         self._checksums = checksums and not store.sees_all_edits
         self.lent: set[TrackedParameter] = set()
         """Parameters that are lent for editing: they are compared when the edit ends."""
+        self._lent_masters: set[TrackedParameter] = set()  # those of them that are lent as their masters
         self.edits: set[TrackedParameter] = set()
         """Parameters that this rank has edited and not yet compared with the other ranks."""
         self._sums: dict[TrackedParameter, int] = {}
@@ -76,6 +78,7 @@ class Unchanged:
         """All ranks have taken the same values of these parameters, whatever edits came before."""
         members = list(members)
         self.edits.difference_update(members)
+        _mark(members)
         self.accept(members)
 
     def touched(self) -> bool:
@@ -114,7 +117,9 @@ class Unchanged:
         if self._checksums:
             sums = self._sum(self._members)
             suspects.update(member for member, sum in sums.items() if sum != self._sums[member])
-        self.edits |= self._store.edited(suspects - self.lent) - self.lent
+        found = self._store.edited(suspects - self.lent) - self.lent
+        self.edits |= found
+        _mark(found)
         if suspects:
             self.accept(suspects)
 
@@ -218,9 +223,9 @@ class Unchanged:
         )
 
     @contextmanager
-    def editing(self, module: nn.Module, compare: bool) -> Iterator[None]:
+    def editing(self, module: nn.Module, compare: bool, masters: Collection[TrackedParameter] = ()) -> Iterator[None]:
         """Lend this rank its own copies of the parameters of `module`, then write rank 0's values back; with `compare`,
-        all ranks must have the same.
+        all ranks must have the same. Of `masters`, what is lent and written are their masters.
 
         In nested edits, parameters of the outer edit stay with the outer one.
         """
@@ -230,9 +235,12 @@ class Unchanged:
         if compare and common and self.compares and not self.lent:
             with labelled("the beginning of full_parameters"):
                 self.compare_if_any("before full_parameters")
+        mastered = [member for member in members if member in masters]
+        self._refuse_rounded(masters)
         self._store.lend(members)
         self.lent.update(members)
         try:
+            self._lend_masters(mastered)
             yield
             if compare:
                 with labelled("the end of full_parameters"):
@@ -242,9 +250,42 @@ class Unchanged:
             raise
         finally:
             self.lent.difference_update(members)
+            self._lent_masters.difference_update(members)
         with labelled("writing parameters back"):
+            if mastered:
+                self._write_masters(mastered)
             self._store.write(members)
         self.written(members)
+
+    def _refuse_rounded(self, masters: Collection[TrackedParameter]) -> None:
+        """Refuse masters of parameters that an outer edit has lent without them."""
+        rounded = next((member for member in masters if member in self.lent - self._lent_masters), None)
+        if rounded is not None:
+            raise SherdError(
+                f"rank {self._comm.number}: parameter {rounded.name!r} is lent in 16 bits by a full_parameters around "
+                f"this, so its fp32 values would be rounded; write sherd.full_parameters(model, masters=True) there"
+            )
+
+    def _lend_masters(self, members: Sequence[TrackedParameter]) -> None:
+        """Give these parameters, which are lent, the values of their masters. Collective where ranks own slices."""
+        buckets = sorted({member.bucket for member in members}, key=lambda bucket: bucket.described.index)
+        wholes = whole_masters(buckets, self._store.updates_slices)
+        for member in members:
+            whole = member.shaped_in(wholes[member.bucket]).clone()
+            follow_edits(whole, member.parameter.detach())  # what this rank wrote is in the copy that it was lent
+            member.parameter.data = whole
+        self._lent_masters.update(members)
+
+    def _write_masters(self, members: Sequence[TrackedParameter]) -> None:
+        """Make what these parameters were set to on the first rank that holds them their masters. Collective."""
+
+        def write(comm: Communicator, its: Sequence[TrackedParameter]) -> None:
+            take_from_leader(comm, (member.parameter for member in its))
+
+        self._by_group(members, write)
+        put_masters(members, self._store.updates_slices)
+        for member in members:  # as the store has them
+            member.parameter.data = member.parameter.detach().to(member.bucket.dtype)
 
     # ---------------------------------------------------------------- private
 
@@ -306,11 +347,18 @@ class Unchanged:
     def _note_registries(self) -> None:
         """Every dict of the model in which parameters or modules are registered, and the identities of their values."""
         modules = self._inventory.model.modules()
-        self._registries: list[dict[str, Any]] = [each for m in modules for each in (m._parameters, m._modules)]
+        # The values of a dict follow it.
+        self._registries: list[Iterable[Any]] = [each.values() for m in modules for each in (m._parameters, m._modules)]
         self._ids = self._registered()
 
     def _registered(self) -> list[int]:
-        return [*map(id, chain.from_iterable(map(dict[str, Any].values, self._registries)))]
+        return [*map(id, chain.from_iterable(self._registries))]
 
     def _refuse(self, name: str, what: str, fix: str) -> None:
         raise SherdError(f"rank {self._comm.number}: parameter {name!r} {what}; {fix}")
+
+
+def _mark(edited: Iterable[TrackedParameter]) -> None:
+    """Let the masters of these parameters look for what was written into them."""
+    for member in edited:
+        member.bucket.values.edited = True

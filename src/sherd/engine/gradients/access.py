@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sherd.comm import labelled
-from sherd.engine.buckets.bucket import Bucket, Local
+from sherd.comm import Communicator, labelled
+from sherd.engine.buckets.bucket import Bucket, Local, gather
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.checksum import checksum
 from sherd.engine.buckets.groups import Ranks
@@ -81,11 +81,19 @@ class GradAccess(ABC):
                 if member.used and member.bucket.shown:
                     member.used = False
                     rewritten.setdefault(member.bucket, {})[member] = None
-            elif not self._is_ours(member, gradient) and gradient.dtype == member.bucket.dtype:
-                # Another dtype: the parameter was converted, which will be refused.
+            elif not self._is_ours(member, gradient) and gradient.dtype in (
+                member.bucket.dtype,
+                member.bucket.sum_dtype,
+            ):
                 member.used = True
                 self.assigned.append(member)
                 rewritten.setdefault(member.bucket, {})[member] = gradient
+            elif gradient.dtype not in member.bucket.grad_dtypes and member.parameter.dtype is member.bucket.dtype:
+                # Where the parameter was converted as well, that is refused.
+                raise SherdError(
+                    f"p.grad of {member.name!r} was set to a gradient of {gradient.dtype}; write "
+                    f"p.grad = gradient.to({member.bucket.sum_dtype})"
+                )
         # Where the program cannot see them, only the sums themselves were written.
         changed = {bucket for bucket in self._changed(buckets) if bucket.shown}
         for bucket, gradients in rewritten.items():
@@ -200,7 +208,7 @@ class WholeAccess(GradAccess):
         return _local(member).detach()  # a new one each time: as long as it is kept, so is the memory
 
     def _is_ours(self, member: TrackedParameter, gradient: Tensor) -> bool:
-        plain = gradient.dtype == member.bucket.dtype and gradient.layout is torch.strided
+        plain = gradient.dtype == member.bucket.sum_dtype and gradient.layout is torch.strided
         return plain and gradient.is_set_to(_local(member))
 
     def _changed(self, buckets: BucketList) -> set[Bucket]:
@@ -233,8 +241,9 @@ _UNSHARED = _references({0: object()}, 0)
 class ShardedAccess(GradAccess):
     """`p.grad` is gathered from the owners of its slices when it is used."""
 
-    def __init__(self) -> None:
+    def __init__(self, comm: Communicator) -> None:
         super().__init__()
+        self._comm = comm
         self._views: dict[TrackedParameter, ShardedGradient] = {}
         self._gathered: dict[Bucket, Tensor] = {}
         self._scaled: set[Bucket] = set()
@@ -253,7 +262,7 @@ class ShardedAccess(GradAccess):
         bucket = member.bucket
         if bucket not in self._gathered:
             with labelled(f"reading the gradient of {member.name!r}", ALONE):
-                self._gathered[bucket] = bucket.comm.all_gather(bucket.slice).wait()
+                self._gathered[bucket] = bucket.gather(bucket.slice).wait()
         return member.shaped_in(self._gathered[bucket])
 
     def scale(self, member: TrackedParameter, how: str, by: tuple[Any, ...]) -> bool:
@@ -264,6 +273,22 @@ class ShardedAccess(GradAccess):
             getattr(own, how)(*by)
         self._scaled.add(member.bucket)
         self._note_seen(member.bucket, (member.name, how, [float(each) for each in by]))
+        return True
+
+    def unscale(self, members: Sequence[TrackedParameter], found_inf: Tensor, inverse: Tensor) -> bool:
+        """As a GradScaler does, on this rank's parts; return False if any was gathered or is not summed."""
+        buckets = dict.fromkeys(member.bucket for member in members)
+        if any(bucket in self._gathered or not bucket.summed for bucket in buckets):
+            return False
+        if parts := [own for member in members for own, _ in self._own(member)]:
+            torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse)
+        with labelled("the overflows that a GradScaler looks for", ALONE), self._comm.counters.agreeing():
+            total = self._comm.all_reduce(found_inf.detach().reshape(1).float().cpu()).wait()
+        found_inf.fill_(float(total.item() != 0))
+        self._scaled.update(buckets)
+        for bucket in buckets:
+            names = [member.name for member in members if member.bucket is bucket]
+            self._note_seen(bucket, (names, "unscale", float(inverse)))
         return True
 
     def _view(self, member: TrackedParameter) -> Tensor:
@@ -302,6 +327,7 @@ class ShardedAccess(GradAccess):
         It holds nothing that leads to the parameter, which may hold the gradient in turn.
         """
         comm, name, entry, start = member.bucket.comm, member.name, member.entry, member.offset
+        described = member.bucket.described
         found: list[Tensor] = []
         if member.bucket in self._gathered:
             found.append(member.shaped_in(self._gathered[member.bucket]))
@@ -310,7 +336,7 @@ class ShardedAccess(GradAccess):
         def read() -> Tensor:
             if not found:
                 with labelled(f"reading a gradient of {name!r} that was kept", ALONE):
-                    whole = comm.all_gather(part).wait()
+                    whole = gather(comm, described, part).wait()
                 found.append(entry.shaped(whole[start : start + entry.numel]))
             return found[0]
 
@@ -323,7 +349,7 @@ class ShardedAccess(GradAccess):
 
     def _changed(self, buckets: BucketList) -> set[Bucket]:
         for bucket, whole in self._gathered.items():  # p.grad.data.clamp_() changes no version
-            bucket.slice.copy_(whole.view(bucket.comm.world, -1)[bucket.comm.rank])
+            bucket.slice.copy_(bucket.part_of(whole))
         return {*self._gathered, *self._scaled}
 
     def collect(self, buckets: BucketList) -> None:

@@ -198,6 +198,8 @@ class Gradient:
         self.steps = 0
         """How many steps were taken."""
         self.skipped = 0
+        self.overflowed = 0
+        """How many of these were skipped because of the loss scale."""
         self.elsewhere = False
         """Whether other ranks have used parameters of it that this one does not hold."""
         self._left = 1.0  # the fraction that clipping left

@@ -20,6 +20,7 @@ from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.gradients.gradient import Gradient, Trained
 from sherd.engine.gradients.path import GradientPath, refuse_pointless
 from sherd.engine.parameters.isolation import bypass_torch_function
+from sherd.layout.norms import added, block_norms
 from sherd.layout.placement import BLOCK, padded
 
 _NOTHING = torch.empty(0)
@@ -117,11 +118,13 @@ class OwnGradients(GradientPath):
         gradient.weights.forget()
         with bypass_torch_function():
             for bucket in self._trained.buckets.of(gradient.optimizer):
-                for member in bucket.members:
-                    self._hidden.pop(member.parameter, None)
-                    own = member.parameter.grad
-                    if own is not None:
-                        member.parameter.grad = torch.zeros_like(own) if keep_zeros else None
+                for parameter in (member.parameter for member in bucket.members):
+                    if self._hidden:
+                        self._hidden.pop(parameter, None)
+                    if not keep_zeros:
+                        parameter.grad = None
+                    elif (own := parameter.grad) is not None:
+                        parameter.grad = torch.zeros_like(own)
 
     def lend(self, buckets: Iterable[Bucket]) -> None:
         """Give these buckets the gradient that an update reads, and note which parameters have one."""
@@ -166,7 +169,7 @@ class OwnGradients(GradientPath):
             return 0.0
         ordered = torch.cat(norms)[self._in_order(buckets)]
         self.finite = bool(torch.isfinite(ordered).all())
-        return float(ordered.square_().cumsum(0)[-1].sqrt()) if ordered.numel() else 0.0
+        return float(added(ordered))
 
     def clip(self, max_norm: float, by_program: bool) -> float:
         norm = self._norm()
@@ -202,17 +205,12 @@ class OwnGradients(GradientPath):
         norms = torch.zeros(bucket.described.numel // BLOCK, dtype=torch.float64)
         if not any(member.used for member in bucket.members):
             return norms
-        wide = torch.float32 if bucket.dtype in (torch.float16, torch.bfloat16) else None
         if len(bucket.members) > 1:
             for member, view in zip(bucket.members, self._flat[bucket][1], strict=True):
                 if not member.used:
                     view.zero_()
-        flat = bucket.owned_sum
-        whole = flat.numel() // BLOCK
-        norms[:whole] = torch.linalg.vector_norm(flat[: whole * BLOCK].view(-1, BLOCK), dim=1, dtype=wide)
-        if whole * BLOCK < flat.numel():
-            tail = torch.nn.functional.pad(flat[whole * BLOCK :], (0, BLOCK - flat.numel() % BLOCK))
-            norms[whole] = torch.linalg.vector_norm(tail.view(1, BLOCK), dim=1, dtype=wide)[0]
+        found = block_norms(bucket.owned_sum)
+        norms[: found.numel()] = found
         return norms
 
     def _in_order(self, buckets: BucketList) -> Tensor:

@@ -111,6 +111,7 @@ class Round:
     def _arrive_late(self, member: TrackedParameter, gradient: Tensor) -> None:
         if self._factor == 0.0:
             gradient = torch.zeros_like(gradient)  # zero times NaN is NaN, and the loss of no tokens may well be NaN
+        gradient = gradient.to(member.bucket.sum_dtype)  # as other contributions are, before a factor rounds them
         late, member.used_here, self._has_late = member.late, True, True
         member.late = gradient * self._factor if late is None else late.add_(gradient, alpha=self._factor)
 

@@ -2,13 +2,13 @@
 
 `p.grad is None`, `zero_grad()` and everything else that reads no elements costs nothing. Every other torch call gets
 the whole gradient, which all ranks gather together. Multiplying by a number changes only what this rank keeps, without
-communication.
+communication. So does what `torch.amp.GradScaler` does to gradients, but for one number that ranks exchange.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +44,10 @@ _SCALING: dict[Any, str] = {
 """Calls that can be applied to a part alone, if the other operand is a number."""
 
 
+_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
+"""What a GradScaler calls for all gradients of an optimizer."""
+
+
 class Source(Protocol):
     """Where the gradient comes from."""
 
@@ -52,6 +56,10 @@ class Source(Protocol):
 
     def scale(self, member: TrackedParameter, how: str, by: tuple[Any, ...]) -> bool:
         """Scale this rank's part of it; return False if the whole has to be scaled instead."""
+
+    def unscale(self, members: Sequence[TrackedParameter], found_inf: Tensor, inverse: Tensor) -> bool:
+        """Multiply this rank's parts of these by `inverse`, and set `found_inf` to 1 if any rank's part of them is not
+        finite; return False if the whole has to be unscaled instead. Collective if it returns True."""
 
 
 class ShardedGradient(Tensor):
@@ -67,7 +75,11 @@ class ShardedGradient(Tensor):
         parameter = member.parameter
         with bypass_torch_function():
             gradient: ShardedGradient = _T._make_wrapper_subclass(
-                cls, member.entry.shape, strides=member.entry.strides, dtype=parameter.dtype, device=parameter.device
+                cls,
+                member.entry.shape,
+                strides=member.entry.strides,
+                dtype=member.bucket.sum_dtype,
+                device=parameter.device,
             )
         gradient._member, gradient._source = weakref.ref(member), weakref.ref(source)
         return gradient
@@ -92,6 +104,8 @@ class ShardedGradient(Tensor):
         if func in _ASKING or (getattr(func, "__name__", "") == "__get__" and func.__self__ in _METADATA):
             with bypass_torch_function():
                 return func(*args, **options)
+        if func is _UNSCALE and not options and _unscaled(*args):
+            return None
         if func in _SCALING and args[0]._scaled(_SCALING[func], args[1:], options):
             return args[0]
         gathered = _gathered(args)
@@ -120,6 +134,17 @@ class ShardedGradient(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: Any = self.whole.clone()
         return plain.__reduce_ex__(protocol)
+
+
+def _unscaled(gradients: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> bool:
+    """Unscale gradients of one model in parts, if all of them can be."""
+    sharded = [each for each in gradients if isinstance(each, ShardedGradient) and each._source is not None]
+    sources = {each._source() for each in sharded if each._source is not None}
+    source = next(iter(sources), None)
+    if source is None or len(sources) > 1 or len(sharded) < len(gradients):
+        return False
+    members = [member for member in (each._member() for each in sharded) if member is not None]
+    return len(members) == len(sharded) and source.unscale(members, found_inf, inverse)
 
 
 def _gathered(things: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from sherd.engine.optimizer.inner import hyper_parameters
 from sherd.engine.optimizer.probe import BY_CLOSURE, Probe, WhyNot
 from sherd.engine.optimizer.regimes import RANDOM, SPECIAL
+from sherd.optim.layerwise import is_layerwise
 from sherd.patches.own_collectives import no_collectives
 
 Shapes = Mapping[int, tuple[int, ...]]
@@ -41,14 +42,29 @@ def why_not_elementwise(optimizer: Optimizer) -> WhyNot | None:
 
     Neither the optimizer nor the random state of torch and Python is changed, and nothing is sent.
     """
+    if is_layerwise(optimizer):
+        return None  # apart from the norms of layers, which an optimizer shard gives it
+    return _answer(optimizer, Probe.why_not)
+
+
+def why_not_whole(optimizer: Optimizer) -> WhyNot | None:
+    """Why the parameters of `optimizer` cannot be stepped each by another rank, which has the whole of it, or None if
+    they then have exactly the bits of all stepped together. Of one that draws random numbers that is not asked."""
+    return _answer(optimizer, Probe.why_not_apart)
+
+
+Question = Callable[[Probe], WhyNot | None]
+
+
+def _answer(optimizer: Optimizer, question: Question) -> WhyNot | None:
     if _needs_closure(optimizer):
         return BY_CLOSURE
     key = _key(optimizer)
     if key is None:
-        return _why_not(optimizer)
-    if key not in _known:
-        _known[key] = _why_not(optimizer)
-    return _known[key]
+        return _ask(optimizer, question)
+    if (question, key) not in _known:
+        _known[question, key] = _ask(optimizer, question)
+    return _known[question, key]
 
 
 _known: dict[Any, WhyNot | None] = {}
@@ -58,6 +74,8 @@ def merging_unit(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dt
     """Of how many elements a tensor of this group and dtype must be a multiple, so that it may be stepped as one with
     the next one, with padding between them; 0 if it never may. They then have exactly the bits that they have by
     themselves, on this machine."""
+    if is_layerwise(optimizer):
+        return 0  # it must see where a layer ends
     if "param_names" in group and not _is_torchs(optimizer):
         return 0  # it may follow the names
     hyper = _probed(group)
@@ -91,11 +109,11 @@ def _key(optimizer: Optimizer) -> Any:
     return type(optimizer), tuple(groups)
 
 
-def _why_not(optimizer: Optimizer) -> WhyNot | None:
+def _ask(optimizer: Optimizer, question: Question) -> WhyNot | None:
     if name := own_collective(optimizer):
         return _communicating(name)
     with undisturbed(optimizer) as called:
-        why_not = next((found for probe in _probes(optimizer, _ODD) if (found := probe.why_not())), None)
+        why_not = next((found for probe in _probes(optimizer, _ODD) if (found := question(probe))), None)
     return _communicating(called[0]) if called else why_not
 
 
@@ -174,6 +192,11 @@ def _probes(optimizer: Optimizer, shapes_of: Shapes) -> Iterator[Probe]:
                     special = () if rough in seen or shapes == (_LARGE_MATRIX,) else SPECIAL
                     yield Probe(optimizer, hyper, shapes, dtype, device, model, special)
                 seen.update((exact, rough))
+
+
+def small_shape(dimensions: int) -> tuple[int, ...]:
+    """The shape of a small tensor that optimizers are tried with."""
+    return _ODD.get(dimensions, _ODD[2])
 
 
 def _probed(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sherd.engine.buckets.bucket import Bucket
 from sherd.engine.buckets.tracked import TrackedParameter
+from sherd.engine.parameters.masters import follow_edits
 
 State = dict[Any, Any]
 """What an optimizer keeps for one tensor, by key."""
@@ -48,6 +49,11 @@ class Portion:
         """Keep what the step has made of it. `state` may be another dict than the one that was loaded."""
         self.inner.store(loaded)
 
+    def copied(self, first: bool) -> int:
+        """Elements of tensors that a step, perhaps the `first` one, makes and then copies or drops: only so many such
+        portions are stepped at once as fit into little memory."""
+        return self.inner.copied(first)
+
 
 class FlatState:
     """State per element: one flat tensor for each bucket, key and dtype, as long as what is owned of the bucket."""
@@ -77,7 +83,7 @@ class Chunk(Portion):
         self.member = member
         """The parameter that it begins in; all that it spans are used alike."""
         self.bucket, self.begin, self.end, self.shape, self.used = member.bucket, begin, end, shape, member.used
-        self._home = self.bucket.values.owned.detach()[begin:end].view(shape)
+        self._home = self.bucket.values.stepped.detach()[begin:end].view(shape)
         self._value = self._home.detach()
         self._views: State = {}
         self.state: State = {}
@@ -86,6 +92,9 @@ class Chunk(Portion):
         """Begin with this state, in which a dtype stands for a tensor per element."""
         self._flats = flats
         self.state = {key: self._view(key, v) if isinstance(v, torch.dtype) else v for key, v in state.items()}
+
+    def copied(self, first: bool) -> int:
+        return self.end - self.begin if first and not self.state else 0
 
     def prefetch(self) -> None:
         pass
@@ -108,6 +117,33 @@ class Chunk(Portion):
         view = self._flats.of(self.bucket, key, dtype)[self.begin : self.end]
         self._views[key] = view
         return view
+
+
+class Mastered(Portion):
+    """A portion of which the master is stepped, elements `begin` to `end` of a bucket's: what is stored is rounded into
+    the parameter."""
+
+    def __init__(self, inner: Portion, bucket: Bucket, begin: int, end: int) -> None:
+        super().__init__(inner)
+        self._values = bucket.values
+        self._master = bucket.values.stepped.detach()[begin:end]
+        self._rounded = bucket.values.owned.detach()[begin:end]
+        self._converts = bucket.sum_dtype != self._master.dtype
+
+    def copied(self, first: bool) -> int:
+        return self._master.numel() if self._converts else super().copied(first)
+
+    def load(self) -> Loaded:
+        if self._values.edited:
+            follow_edits(self._master, self._rounded)
+        loaded = super().load()
+        if self._converts and loaded.grad is not None:
+            loaded = loaded._replace(grad=loaded.grad.to(self._master.dtype))
+        return loaded
+
+    def store(self, loaded: Loaded) -> None:
+        super().store(loaded)
+        self._rounded.copy_(self._master)
 
 
 def is_per_element(value: object, shape: tuple[int, ...]) -> bool:

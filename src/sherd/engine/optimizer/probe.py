@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -57,13 +58,13 @@ class Probe:
     """The runs to make after the random one."""
 
     def why_not(self) -> WhyNot | None:
+        """Why parameters cannot be stepped in parts."""
         try:
             steps, state = self.record(RANDOM)
-            again, _ = self.record(RANDOM)
+            if self._is_random(steps):
+                return WhyNot("it is random: two runs over the same gradients give different numbers")
         except Exception as error:  # a user's optimizer may raise anything
             return _failed("it needs more than parameters with dense gradients, and so cannot be tried in parts", error)
-        if not all(_equal(one.stepped, other.stepped) for one, other in zip(steps, again, strict=True)):
-            return WhyNot("it is random: two runs over the same gradients give different numbers")
         if not all(map(any, zip(*(_moved(step) for step in steps), strict=True))):
             return WhyNot("it steps tensors that are not in its groups")
         if any(holds_tensors(value) for kept in state.values() for value in kept.values()):
@@ -75,6 +76,56 @@ class Probe:
         except Exception as error:
             return _failed("it needs parameters of a certain shape, or their attributes, and parts are flat", error)
         return None if same else WhyNot("it treats a parameter as a whole: stepping it in pieces changes the result")
+
+    def why_not_apart(self) -> WhyNot | None:
+        """Why parameters cannot be stepped each by itself, as where every one has another owner."""
+        two_of_each = replace(self, shapes=(*self.shapes, *self.shapes))
+        try:
+            steps, _ = two_of_each.record(RANDOM)
+            if two_of_each._is_random(steps):  # its owner's draw is as good as any
+                apart = two_of_each._apart_if_seeded(steps[0])
+                return None if apart else WhyNot("it is random, and its step of one parameter depends on the others")
+        except Exception as error:
+            return _failed("it needs more than parameters with dense gradients, and so cannot be tried", error)
+        if not all(map(any, zip(*(_moved(step) for step in steps), strict=True))):
+            return WhyNot("it steps tensors that are not in its groups")
+        try:
+            same = two_of_each._same_apart(steps)
+            with _one_thread():
+                runs = (two_of_each.record(run, partly=True)[0] for run in self.special)
+                same = same and all(map(two_of_each._same_apart, runs))
+        except Exception as error:
+            return _failed("it needs all its parameters at once", error)
+        return None if same else WhyNot("its step of one parameter depends on the others")
+
+    def _is_random(self, steps: Sequence[Step]) -> bool:
+        again, _ = self.record(RANDOM)
+        return not all(_equal(one.stepped, other.stepped) for one, other in zip(steps, again, strict=True))
+
+    def _apart_if_seeded(self, step: Step) -> bool:
+        """Whether, with the same draws, a tensor is stepped the same whatever gradients the others have."""
+        expected = self._seeded(step.weights, step.gradients)
+        for index, own in enumerate(step.gradients):
+            others = [own if place == index else 1024 * each for place, each in enumerate(step.gradients)]
+            if not torch.equal(self._seeded(step.weights, others)[index], expected[index]):
+                return False
+        return _equal(self._seeded(step.weights, step.gradients), expected)  # else it draws from elsewhere
+
+    def _seeded(self, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        torch.manual_seed(0)
+        random.seed(0)
+        tensors = [each.clone() for each in weights]
+        return [each.clone() for each in _stepped(self._inner(tensors), tensors, weights, gradients)]
+
+    def _same_apart(self, steps: Sequence[Step]) -> bool:
+        """Whether the steps give the same result if each tensor is stepped without the others."""
+        for index in range(len(self.shapes) if steps else 0):
+            own = [Step(*([tensors[index]] for tensors in step)) for step in steps]
+            tensors = [own[0].weights[0].clone()]
+            inner = self._inner(tensors)
+            if not all(_equal(_stepped(inner, tensors, s.weights, s.gradients), s.stepped) for s in own):
+                return False
+        return True
 
     def same_merged(self) -> bool:
         """Whether tensors give the same result end to end in one tensor, with padding between them."""

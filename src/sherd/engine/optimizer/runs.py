@@ -35,14 +35,14 @@ class Part:
         """Its first element in the flattened parameter."""
         self.numel = numel
         self.whole = whole
-        """Whether it is seen by the user, in the parameter's own shape."""
+        """Whether it is all of it, in the parameter's own shape."""
         self.shape = member.entry.shape if whole or not member.entry.shape else (numel,)
         self.state: State = {}
 
     @property
     def value(self) -> Tensor:
         """Its elements of the parameter."""
-        return self.view(self.bucket.values.owned.detach())
+        return self.view(self.bucket.values.stepped.detach())
 
     def view(self, flat: Tensor) -> Tensor:
         """Its elements of a flat tensor."""
@@ -74,11 +74,12 @@ class Run(NamedTuple):
 
 def parts_of(bucket: Bucket, owner: int | None) -> list[Part]:
     """The parts of a bucket that `owner` has, or everything, in order."""
-    parts = [Part(m, s.offset, s.region.start, s.numel, owner is None) for m, s in bucket.segments(owner)]
-    if not owner:  # torch also counts the steps of a parameter without elements, so one owner must
+    whole = owner is None or bucket.holder is not None
+    parts = [Part(m, s.offset, s.region.start, s.numel, whole) for m, s in bucket.segments(owner)]
+    if owner in (None, bucket.holder or 0):  # torch also counts the steps of a parameter without elements: so does one
         end = bucket.values.owned.numel()
         empty = (member for member in bucket.members if not member.entry.numel)
-        parts += [Part(member, min(member.offset, end), 0, 0, owner is None) for member in empty]
+        parts += [Part(member, min(member.offset, end), 0, 0, whole) for member in empty]
     return sorted(parts, key=lambda part: (part.offset, part.numel))
 
 
@@ -99,7 +100,7 @@ def find_runs(
             continue
         outline, plain = part.outline()
         kind = (part.bucket, group, part.member.used, outline)
-        unit = units(group, part.bucket.dtype) if plain and kind == last else 0
+        unit = units(group, part.bucket.update_dtype) if plain and kind == last else 0
         if unit and not runs[-1].parts[-1].numel % unit:
             runs[-1].parts.append(part)
         else:

@@ -2,7 +2,8 @@
 
 The user's object stays as it is, with the user's parameters in its groups, for schedulers and the program to change. An
 *inner* optimizer of the same class does the work: its groups have the same hyper-parameters and hold chunks of this
-owner's runs. Only for elementwise optimizers (see `elementwise`): for these a cut changes no bit.
+owner's runs. Only for elementwise optimizers (see `elementwise`): for these a cut changes no bit; and for those that
+are so apart from the norms of layers, which the ranks gather in a step (see `layers`).
 
 A new inner object is made from the user's for each step, so that nothing in it is out of date; its state is kept. Where
 a rank owns everything, `optimizer.state` has views of it, and the user may change them or put others in their place.
@@ -15,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,12 +35,15 @@ from sherd.engine.optimizer.inner import (
     step_unhooked,
     take_over_changes,
 )
-from sherd.engine.optimizer.portions import FlatState, Loaded, Portion, State
+from sherd.engine.optimizer.layers import LayerTable, PartsOfLayers
+from sherd.engine.optimizer.portions import Chunk, FlatState, Loaded, Mastered, Portion, State
 from sherd.engine.optimizer.runs import Counters, Part, Run, find_runs, parts_of
 from sherd.engine.optimizer.shown import ShownState
-from sherd.engine.optimizer.state import cut_state, gather_state, put_state, state_bytes
+from sherd.engine.optimizer.state import Cut, cut_state, gather_state, put_state, state_bytes
+from sherd.engine.parameters.masters import make_masters
 from sherd.errors import ConfigError, SherdError
 from sherd.layout.placement import BLOCK, padded
+from sherd.optim.layerwise import Layerwise, is_layerwise
 
 CHUNK_NUMEL = 256 * 1024
 """Elements stepped at once. Parameter, gradient, two moments and a temporary of 256Ki floats are 5 MB and stay in the
@@ -55,6 +59,12 @@ cache through all passes of an update. Measured on 16Mi floats in segments of 2M
 Two processes at once give the same order. Fused makes one pass and gains nothing from chunks; foreach goes through the
 whole list in each pass. Stepping a few chunks per call would help foreach, but would break optimizers that count calls
 in a group."""
+
+
+AT_ONCE = 2 * CHUNK_NUMEL
+"""Elements of one inner step where that makes something for each of them: state in a first step, which is then copied
+to where it is kept, or a gradient in more bits. In one step of all chunks, the state of a GPT of 98 M parameters on two
+ranks was there twice: 24 bytes per parameter at the peak instead of 18."""
 
 
 class Condition(enum.Enum):
@@ -73,6 +83,8 @@ class OptimizerShard:
     not stepped until they are trained.
     """
 
+    merges = True
+    """Whether small parameters are stepped together, as one flat tensor."""
     reads_sums = True
     """Whether `step` reads the gradient from `owned_sum` of its buckets; else from `p.grad`."""
     takes_closure = False
@@ -98,7 +110,9 @@ class OptimizerShard:
         self._owner = owner
         self.gathers_state = owner is not None
         """Whether `state_dict` is collective."""
-        self._chunk_numel = chunk_numel
+        self._layerwise = is_layerwise(optimizer)
+        # Such a one cuts parts itself, after it has seen which of them are a layer's.
+        self._chunk_numel = 1 << 62 if self._layerwise else chunk_numel
         self._users = Groups(optimizer, known)
         self._parts: dict[TrackedParameter, Part] = {}  # in the order of their memory
         self._rest: dict[Any, Any] = {}  # state of what is not trained, and what belongs to no parameter
@@ -107,10 +121,12 @@ class OptimizerShard:
         self._counters = Counters([], self._flats)
         self._used: list[bool] = []
         self._shown = ShownState(optimizer)
+        self._table: LayerTable | None = None  # of norms that ranks gather, if layers are cut
         self._stale = True  # whether the runs must be found again
+        self._fresh = True  # whether they were not stepped yet
         self._units = cache(lambda group, dtype: merging_unit(optimizer, optimizer.param_groups[group], dtype))
         self.condition = Condition.CLEAN
-        for index, group in enumerate(optimizer.param_groups):
+        for index, group in enumerate(optimizer.param_groups if self.merges else ()):
             for dtype in {parameter.dtype for parameter in group["params"]}:
                 self._units(index, dtype)  # before the state goes, which some classes create in `__init__`
         self.follow(buckets)
@@ -120,9 +136,13 @@ class OptimizerShard:
         self._buckets = buckets
         joined = self._users.follow(buckets)
         new = {member.bucket for member in joined.values()}
+        make_masters(new)
         owners = {b: None if self._owner is None else b.described.owner_of(self._owner) for b in buckets.buckets}
         parts = (part for b in buckets.buckets if b in new for part in parts_of(b, owners[b]))
         self._parts.update({part.member: part for part in parts})
+        if self._layerwise and self._owner is not None:
+            ours = [bucket for bucket in buckets.buckets if bucket.optimizer in (None, self._optimizer)]
+            self._table = LayerTable(buckets, ours)
         self._take({}, {p: self._rest.pop(p) for p in joined if p in self._rest})  # loaded while frozen
         self._read_users_object()
 
@@ -133,7 +153,8 @@ class OptimizerShard:
         self.run()
 
     def run(self, wrap: Callable[[Portion], Portion] | None = None, batch: int | None = None) -> None:
-        """One update, in portions that `wrap` nests in others; all in one batch, or in batches of so many.
+        """One update, in portions that `wrap` nests in others; all in one batch, or in batches of so many, unless the
+        norms of all layers must be known first.
 
         Each batch is one inner step, from the same hyper-parameters and attributes: what an optimizer counts per step
         is counted once.
@@ -142,40 +163,60 @@ class OptimizerShard:
             raise SherdError(f"the optimizer's shard is {self.condition.value} and cannot be stepped; load its state")
         self._read_users_object()
         self._find_runs()
-        chunks = [(run.group, chunk) for run in self._runs for chunk in run.chunks]
-        portions = [(group, chunk.member, chunk if wrap is None else wrap(chunk)) for group, chunk in chunks]
-        size = batch or max(len(portions), 1)
-        batches = [portions[start : start + size] for start in range(0, len(portions), size)] or [[]]
+        found = self._portions()
+        portions = [(group, m, each if wrap is None else wrap(each)) for group, m, each in found]
+        if batch is None and not self._layerwise:
+            ends: Sequence[int] = _cut(each.copied(self._fresh) for *_, each in found)
+        else:
+            size = max(len(portions), 1) if self._layerwise else batch or 1
+            ends = range(size, len(portions) + size, size)
+        batches = [portions[start:end] for start, end in pairwise([0, *ends])] or [[]]
         self.condition = Condition.STEPPING
+        changed: dict[int, dict[str, Any]] = {}
         try:
             for number, each in enumerate(batches):
                 for *_, portion in chain(() if number else each, *batches[number + 1 : number + 2]):
                     portion.prefetch()
-                self._step_batch(each, last=number + 1 == len(batches))
+                self._step_batch(each, changed, last=number + 1 == len(batches))
             self.condition = Condition.CLEAN
         finally:
             if self.condition is Condition.STEPPING:
                 self.condition = Condition.TORN
+        self._fresh = False
         if not self._counters.follow():  # state is created in the first step
             self._counters = Counters(self._runs, self._flats)
             self._stale = True
         if self._rest or not self._shown.is_by(self._counters):
             self._show()
 
-    def _step_batch(self, batch: Sequence[tuple[int, TrackedParameter, Portion]], last: bool) -> None:
+    def _portions(self) -> list[tuple[int, TrackedParameter, Portion]]:
+        """What is to be stepped, with its group and the parameter that it begins in."""
+        return [(run.group, chunk.member, _with_master(chunk)) for run in self._runs for chunk in run.chunks]
+
+    def _step_batch(
+        self, batch: Sequence[tuple[int, TrackedParameter, Portion]], changed: dict[int, dict[str, Any]], last: bool
+    ) -> None:
+        """Step a batch. `changed` has what earlier ones have made of the groups that they had tensors of."""
         loaded = [(group, member, portion.load()) for group, member, portion in batch]
         inner = self._inner(loaded, copied=not last)
         for *_, (value, grad, _) in loaded:
             value.grad = grad
         try:
-            step_unhooked(inner)
+            if isinstance(inner, Layerwise) and self._layerwise:
+                inner.advance(PartsOfLayers({each.value: self._parts[m] for _, m, each in loaded}, self._table))
+            else:
+                step_unhooked(inner)
         finally:
             for *_, (value, _, _) in loaded:
                 value.grad = None
         for (*_, portion), (*_, each) in zip(batch, loaded, strict=True):
             portion.store(each._replace(state=inner.state.pop(each.value, {})))
+        for index in {group for group, *_ in batch}:
+            changed[index] = hyper_parameters(inner.param_groups[index])
         if last:
             self._rest = dict(inner.state)
+            for index, group in changed.items():  # an optimizer may pass over a group without tensors
+                inner.param_groups[index].update(group)
             take_over_changes(self._optimizer, inner)
 
     def _inner(self, loaded: Iterable[tuple[int, TrackedParameter, Loaded]], copied: bool = False) -> Optimizer:
@@ -216,15 +257,20 @@ class OptimizerShard:
         for ranks in self._buckets.groups:
             its = [bucket for bucket in self._buckets.buckets if bucket.ranks == ranks]
             if ranks is None:
-                whole, other = gather_state(comm, its, self._parts, self._rest)
+                whole, other = self._gather_state(comm, its)
             elif its:
-                whole |= gather_state(its[0].comm, its, self._parts, self._rest)[0]
+                whole |= self._gather_state(its[0].comm, its)[0]
         state: dict[Any, Any] = {}
         for parameter in (parameter for group in self._optimizer.param_groups for parameter in group["params"]):
             member = self._users.members.get(parameter)
             if kept := self._rest.get(parameter) if member is None else whole.get(member):
                 state[parameter] = kept
         return {**state, **other}
+
+    def _gather_state(
+        self, comm: Communicator, buckets: Sequence[Bucket]
+    ) -> tuple[dict[TrackedParameter, State], dict[Any, Any]]:
+        return gather_state(comm, buckets, self._parts, self._rest)
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
         """The state of whole parameters on every rank, as torch's own `state_dict` returns it. Collective if cut."""
@@ -327,7 +373,7 @@ class OptimizerShard:
             parts = self._parts.values()
             self._runs = find_runs(parts, self._users.of, self._units, self._flats, self._chunk_numel)
             self._counters = Counters(self._runs, self._flats)
-            self._used, self._stale = used, False
+            self._used, self._stale, self._fresh = used, False, True
 
     def _take(self, parameters: Mapping[Any, Tensor], state: Mapping[Any, Any], cast: bool = False) -> None:
         """Cut `state` to this owner's parts; `parameters` maps keys that are not parameters to parameters."""
@@ -345,9 +391,27 @@ class OptimizerShard:
             for p, kept in found
         )
         for part, cut in cuts if cast else list(cuts):  # a list, since the user may have exchanged what we have
-            put_state(part, cut, self._flats)
+            self._put_state(part, cut)
         self._stale |= bool(found)
+
+    def _put_state(self, part: Part, cut: Cut) -> None:
+        put_state(part, cut, self._flats)
 
     def _show(self) -> None:
         if self._owner is None:
             self._shown.show(self._parts.values(), self._rest, self._counters)
+
+
+def _cut(sizes: Iterable[int]) -> list[int]:
+    """Where batches end, so that each has at most about `AT_ONCE` of these elements."""
+    ends, place, filled = [], 0, 0
+    for place, size in enumerate(sizes, 1):
+        filled += size
+        if filled >= AT_ONCE:
+            ends.append(place)
+            filled = 0
+    return ends if not place or ends[-1:] == [place] else [*ends, place]
+
+
+def _with_master(chunk: Chunk) -> Portion:
+    return chunk if chunk.bucket.values.master is None else Mastered(chunk, chunk.bucket, chunk.begin, chunk.end)

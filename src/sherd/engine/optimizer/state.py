@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sherd.comm.base import Communicator
-from sherd.engine.buckets.bucket import Bucket
+from sherd.engine.buckets.bucket import Bucket, gather
 from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.optimizer.portions import FlatState, State, is_per_element
 from sherd.engine.optimizer.runs import Part
@@ -40,7 +40,7 @@ def cut_state(part: Part, state: State, group: Mapping[str, Any] | None = None) 
         if per_element:
             piece = part.member.entry.flattened(piece)[part.start : part.start + part.numel]
         if group is not None:
-            own, policy = part.bucket.values.owned, [{**group, "params": [0]}]
+            own, policy = part.bucket.values.stepped, [{**group, "params": [0]}]
             piece = Optimizer._process_value_according_to_param_policy(own, piece, 0, policy, key)
         cut[key] = per_element, piece.clone()
     return cut
@@ -79,10 +79,12 @@ def gather_state(
             whole.setdefault(members[entry], kept)
     for bucket in buckets:
         for (key, dtype), having in _tensors(bucket, whole).items():
-            own = bucket.values.owned.new_zeros(bucket.described.slice_numel, dtype=dtype)
+            own = bucket.values.owned.new_zeros(bucket.described.owned_numel(comm.rank), dtype=dtype)
             for part in (parts[member] for member in having if member in parts):
-                own[part.offset : part.offset + part.numel] = part.state[key]
-            gathered = comm.all_gather(own).wait()
+                kept = part.state[key]
+                flat = part.member.entry.flattened(kept) if part.whole else kept
+                own[part.offset : part.offset + part.numel] = flat
+            gathered = gather(comm, bucket.described, own).wait()
             for member in having:
                 whole[member][key] = member.entry.shaped(
                     gathered[member.offset : member.offset + member.entry.numel].clone()

@@ -18,6 +18,8 @@ from sherd.engine.optimizer.inner import step_unhooked
 from sherd.engine.optimizer.runs import Part
 from sherd.engine.optimizer.shard import OptimizerShard
 from sherd.engine.optimizer.state import state_bytes
+from sherd.engine.optimizer.whole import WholeShard
+from sherd.engine.parameters.masters import make_masters, stepping_masters, with_masters
 
 
 class UnsplitOptimizer:
@@ -32,22 +34,25 @@ class UnsplitOptimizer:
         self._optimizer = optimizer
         self._users = Groups(optimizer, known)
         self._kind = type(optimizer)
-        self.takes_closure = takes_closure
         self.follow(buckets)
+        # A closure needs the rounded parameters, so it is evaluated before masters are stepped.
+        self.takes_closure = takes_closure and not with_masters(self._buckets.parameters)
         closure = inspect.signature(self._kind.step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is closure.empty
 
     def follow(self, buckets: BucketList) -> None:
         """Step the parameters in these buckets from now on."""
         self._buckets = buckets
-        self._users.follow(buckets)
+        make_masters({member.bucket for member in self._users.follow(buckets).values()})
         self._parameters = [member.parameter for member in buckets.parameters]
         self._homes = [member.home.data_ptr() for member in buckets.parameters]
 
     def step(self, closure: Any = None) -> Any:
         """One update, in which the closure may be called several times."""
         self._users.read()
-        loss = step_unhooked(self._optimizer, self._kind, *(() if closure is None else (closure,)))
+        arguments = () if closure is None else (closure,)
+        with stepping_masters(with_masters(self._buckets.parameters)):
+            loss = step_unhooked(self._optimizer, self._kind, *arguments)
         if [parameter.data_ptr() for parameter in self._parameters] != self._homes:
             for member in self._buckets.parameters:
                 member.settle()  # p.data = p.data - ...
@@ -60,7 +65,8 @@ class UnsplitOptimizer:
         return self._kind.state_dict(self._optimizer)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._kind.load_state_dict(self._optimizer, dict(state))
+        with stepping_masters(with_masters(self._buckets.parameters)):  # torch gives state the dtype of parameters
+            self._kind.load_state_dict(self._optimizer, dict(state))
 
     def kept(self) -> Iterable[Part]:
         """What is kept, by parameter."""
@@ -88,11 +94,17 @@ Updater = OptimizerShard | UnsplitOptimizer
 
 
 def updater_for(
-    optimizer: Optimizer, buckets: BucketList, owner: int | None, merges: bool, known: Iterable[nn.Parameter] = ()
+    optimizer: Optimizer,
+    buckets: BucketList,
+    owner: int | None,
+    merges: bool,
+    known: Iterable[nn.Parameter] = (),
+    whole: bool = False,
 ) -> Updater:
-    """What steps the parameters of `owner`, or everything; where that is elementwise and `merges`, in runs."""
+    """What steps the parameters of `owner`, or everything; where that is elementwise and `merges`, in runs. An owner of
+    `whole` parameters steps each of them as it is."""
     if owner is None:
         elementwise = not why_not_elementwise(optimizer)
         if not (elementwise and merges):
             return UnsplitOptimizer(optimizer, buckets, takes_closure=not elementwise, known=known)
-    return OptimizerShard(optimizer, buckets, owner, known)
+    return (WholeShard if whole else OptimizerShard)(optimizer, buckets, owner, known)

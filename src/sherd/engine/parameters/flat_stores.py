@@ -25,7 +25,7 @@ class FlatStore(ParameterStore):
         sizes = numel_by_dtype(described, lambda each: each.numel)
         self._flats = {dtype: self._allocate(size, dtype_of(dtype)) for dtype, size in sizes.items()}
         for bucket, whole in zip(buckets, carve(self._flats, described, lambda each: each.numel), strict=True):
-            owned = whole if self._owner is None else whole.view(self._comm.world, -1)[self._owner]
+            owned = whole if self._owner is None else whole[slice(*bucket.described.span(self._owner))]
             bucket.values = Values(whole, owned)
             for member in bucket.members:
                 member.original = member.home = home_in(whole, member)
@@ -111,8 +111,7 @@ class PrivateStore(FlatStore):
         elif self._mesh.groups > 1:
             self._publish_by_rows(buckets)
         else:
-            values = [bucket.values for bucket in buckets]
-            for handle in [self._comm.all_gather(each.owned, each.whole) for each in values]:
+            for handle in [bucket.gather(bucket.values.owned, bucket.values.whole) for bucket in buckets]:
                 handle.wait()
         self.bump(buckets)
 
@@ -121,9 +120,12 @@ class PrivateStore(FlatStore):
         under_way: deque[Handle] = deque()
         for bucket in buckets:
             owned = bucket.values.owned
-            rows = owned.new_empty(self._mesh.groups, owned.numel())
-            self._mesh.spread(owned, rows).wait()
-            under_way.append(self._mesh.gather(rows, bucket.values.whole))
+            if bucket.holder is not None:
+                under_way.append(bucket.gather(owned, bucket.values.whole))
+            else:
+                rows = owned.new_empty(self._mesh.groups, owned.numel())
+                self._mesh.spread(owned, rows).wait()
+                under_way.append(self._mesh.gather(rows, bucket.values.whole))
             if len(under_way) > 2:
                 under_way.popleft().wait()
         for handle in under_way:

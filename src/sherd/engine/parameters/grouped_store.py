@@ -31,6 +31,7 @@ class GroupedStore(ParameterStore):
         compares = any(store.compares_edits for store in stores.values())
         with self._comm.counters.agreeing():
             self.compares_edits = any(self._comm.all_gather_object(compares))
+        self.finds_edits = all(store.finds_edits for store in stores.values())
         self.sees_all_edits = all(store.sees_all_edits for store in stores.values())
         self.owns_memory = all(store.owns_memory for store in stores.values())
 

@@ -16,6 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from sherd.comm import Handle
 from sherd.comm.host.memory import PAGE
 from sherd.engine.buckets.bucket import Bucket
 from sherd.engine.buckets.memory import carve
@@ -39,15 +40,24 @@ class HostStore(FlatStore):
     def sees_all_edits(self) -> bool:  # type: ignore[override]
         return page_map.can_tell() if self._own_views else self._comm.world == 1
 
+    @property
+    def finds_edits(self) -> bool:  # type: ignore[override]
+        return bool(self._own_views) and page_map.can_tell()
+
     def _publish(self, buckets: Sequence[Bucket]) -> None:
         # Before the update no barrier was needed: comparing edits has synchronised the ranks.
         if self._alone:
             self._comm.barrier().wait()
         else:
-            values = [bucket.values for bucket in buckets]
-            for handle in [self._comm.publish(each.owned, each.whole) for each in values]:
+            for handle in [self._publish_one(bucket) for bucket in buckets]:
                 handle.wait()
         self.bump(buckets)
+
+    def _publish_one(self, bucket: Bucket) -> Handle:
+        values = bucket.values
+        if bucket.holder is not None:
+            return bucket.gather(values.owned, values.whole)
+        return self._comm.publish(values.owned, values.whole)
 
     # ---------------------------------------------------------------- edits
 

@@ -30,6 +30,7 @@ def _as_it_is(tensor: Any) -> Callable[[], None]:
     own, data = as_it_is(tensor), tensor.data
     gradient, hooks = (tensor.grad, tensor._post_accumulate_grad_hooks) if tensor.requires_grad else (None, None)
     inside = {} if hooks is None else dict(hooks)
+    kind = tensor.grad_dtype if tensor.requires_grad else None
 
     def restore() -> None:
         own()
@@ -38,7 +39,10 @@ def _as_it_is(tensor: Any) -> Callable[[], None]:
                 tensor.data = data
             if not tensor.requires_grad:
                 return
+            tensor.grad_dtype = kind
             tensor.grad = gradient
+            if (now := tensor._post_accumulate_grad_hooks) is not None:
+                now.clear()  # torch may go on calling what is in it
             if hooks is not None:
                 hooks.clear()
                 hooks.update(inside)

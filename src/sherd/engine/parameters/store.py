@@ -43,6 +43,8 @@ class ParameterStore(ABC):
     their own copy."""
     sees_all_edits = False
     """Whether `edited` finds edits even without `suspects`."""
+    finds_edits = False
+    """Whether whatever this rank writes into a parameter is found by `edited`: else masters look for it."""
     owns_memory = True
     """Whether parameters live in the store's memory, and are put back there."""
 
@@ -72,6 +74,8 @@ class ParameterStore(ABC):
     def publish(self, buckets: Sequence[Bucket]) -> None:
         """Make the slices that each rank updated visible on all ranks."""
         self._publish(buckets)
+        for bucket in buckets:
+            bucket.values.edited = not self.finds_edits
         self._move(Holding.UPDATING, Holding.HELD)
 
     @abstractmethod

@@ -6,6 +6,8 @@ be read to directly.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -56,5 +58,5 @@ def copy_first(parts: list[Tensor], target: Tensor) -> None:
     target.copy_(parts[0])
 
 
-def keep_target(parts: list[Tensor], target: Tensor) -> None:
+def keep_target(parts: Sequence[Tensor], target: Tensor) -> None:
     pass

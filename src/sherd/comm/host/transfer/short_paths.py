@@ -160,6 +160,14 @@ class LentCalls:
         chunks = self._streams.scattered_chunks(call, cut, size)
         return LentPlan(call, rank * cut * size, mine, source.dtype, combine, chunks, in_place)
 
+    def plan_whole(self, call: Call, source: Tensor, numel: int, combine: Combine) -> LentPlan | None:
+        """A plan for a rank that reads `numel` elements, which are all or none; None if they would be staged anyway."""
+        size = source.element_size()
+        if is_small(source.numel() * size):
+            return None
+        chunks = self._streams.gathered_chunks(call, source.numel(), size)
+        return LentPlan(call, 0, numel, source.dtype, combine, chunks, in_place=False)
+
     def start(
         self,
         number: int,

@@ -75,6 +75,10 @@ class Streams:
         """How many chunks each rank posts in a `scatter` that is not small."""
         return self._geometry(call, cut, self._world - 1, itemsize, None, self._large).chunks
 
+    def gathered_chunks(self, call: Call, numel: int, itemsize: int) -> int:
+        """How many chunks each rank posts in a `gather` that is not small."""
+        return self._geometry(call, numel, 1, itemsize, None, self._large).chunks
+
     # ---------------------------------------------------------------- movements
 
     def scatter(

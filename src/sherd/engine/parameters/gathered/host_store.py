@@ -47,7 +47,7 @@ class HostGatheredStore(GatheredStore):
         assert backing is not None, "slots are in shared memory"
         whole = memory.view(bucket.dtype)[: bucket.described.numel]
         values.pages.show(backing, whole)
-        return self._mesh.gather(values.rows, whole, values.name)
+        return self._gather(bucket, whole)
 
     def _release(self, bucket: Bucket) -> None:
         super()._release(bucket)

@@ -20,6 +20,7 @@ from sherd.engine.parameters.gathered.on_use import gather_on_use
 from sherd.engine.parameters.gathered.pages import Pages, make_pages
 from sherd.engine.parameters.isolation import bypass_torch_function
 from sherd.engine.parameters.store import Members, ParameterStore
+from sherd.layout import slicing
 from sherd.layout.entry import dtype_of
 
 _numbers: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
@@ -47,20 +48,26 @@ class GatheredStore(ParameterStore):
     def sees_all_edits(self) -> bool:  # type: ignore[override]
         return page_map.can_tell() and self._device.type == "cpu"
 
+    @property
+    def finds_edits(self) -> bool:  # type: ignore[override]
+        return self.sees_all_edits
+
     def _make_room(self, buckets: Sequence[Bucket]) -> None:
-        groups, described = self._mesh.groups, [bucket.described for bucket in buckets]
-        sizes = numel_by_dtype(described, lambda each: groups * each.slice_numel)
+        described = [bucket.described for bucket in buckets]
+        sizes = numel_by_dtype(described, self._kept)
         self._flats = {
             dtype: torch.zeros(size, dtype=dtype_of(dtype), device=self._device) for dtype, size in sizes.items()
         }
         number = _numbers[self._comm] = _numbers.get(self._comm, 0) + 1
         self._written: dict[TrackedParameter, int] = {}  # digests of what this rank wrote into buckets released since
         self._places: dict[int, Bucket] = {}
-        for bucket, flat in zip(
-            buckets, carve(self._flats, described, lambda each: groups * each.slice_numel), strict=True
-        ):
-            pages, rows = self._make_pages(bucket), flat.view(groups, -1)
-            owned, name = rows[self._mesh.replicate.rank], f"{_listed(bucket)} of model {number}"
+        for bucket, flat in zip(buckets, carve(self._flats, described, self._kept), strict=True):
+            pages, name = self._make_pages(bucket), f"{_listed(bucket)} of model {number}"
+            if bucket.holder is None:
+                rows = flat.view(self._mesh.groups, -1)
+                owned = rows[self._mesh.replicate.rank]
+            else:
+                rows, owned = flat.view(1, -1), flat if bucket.holder == self._owner else flat[:0]
             bucket.values = GatheredValues(pages.memory, owned, rows, pages, name)
             self._places[pages.memory.untyped_storage()._cdata] = bucket
             for member in bucket.members:
@@ -98,8 +105,27 @@ class GatheredStore(ParameterStore):
     def _fetch(self, bucket: Bucket) -> Handle:
         values = values_of(bucket)
         values.pages.acquire()
+        return self._gather(bucket, values.pages.target)
+
+    def _gather(self, bucket: Bucket, whole: Tensor) -> Handle:
+        """Gather a bucket from the ranks of this group, which hold its rows."""
         # The name makes ranks that gather different buckets of the same size fail.
-        return self._mesh.gather(values.rows, values.pages.target, values.name)
+        rows, name = values_of(bucket).rows, values_of(bucket).name
+        if bucket.holder is None:
+            return self._mesh.gather(rows, whole, name)
+        shard = self._mesh.shard
+        place = bucket.holder % shard.world
+        return shard.broadcast(whole, place, source=rows[0] if place == shard.rank else None, what=name)
+
+    def _kept(self, described: slicing.Bucket) -> int:
+        """Elements of a bucket that this rank holds for its group."""
+        if described.holder is None:
+            return self._mesh.groups * described.slice_numel
+        return described.numel if self._holds(described.holder) else 0
+
+    def _holds(self, holder: int) -> bool:
+        """Whether this rank holds what `holder` owns whole for its group: each group has a copy, at the same place."""
+        return holder % self._mesh.shard.world == self._mesh.shard.rank
 
     def _release(self, bucket: Bucket) -> None:
         values_of(bucket).pages.release()
@@ -110,7 +136,10 @@ class GatheredStore(ParameterStore):
     def _write_back(self, bucket: Bucket) -> None:
         """Keep this rank's rows of what it wrote, and digests of all of it to compare with the other ranks'."""
         values = values_of(bucket)
-        values.rows.copy_(self._mesh.rows(values.whole))
+        if bucket.holder is None:
+            values.rows.copy_(self._mesh.rows(values.whole))
+        elif self._holds(bucket.holder):
+            values.rows[0].copy_(values.whole)
         with bypass_torch_function():
             for member in bucket.members:
                 self._written[member] = checksum(member.entry.flattened(member.home))
@@ -124,11 +153,17 @@ class GatheredStore(ParameterStore):
     def _publish(self, buckets: Sequence[Bucket]) -> None:
         self.gathering.steps += 1
         if self._mesh.groups > 1:
-            values = [values_of(bucket) for bucket in buckets]
-            for handle in [self._mesh.spread(each.owned, each.rows) for each in values]:
+            for handle in [self._spread(bucket) for bucket in buckets if self._kept(bucket.described)]:
                 handle.wait()
         self.gathering.refresh()
         self.bump(buckets)
+
+    def _spread(self, bucket: Bucket) -> Handle:
+        """Send what its owners have updated to the other groups."""
+        values = values_of(bucket)
+        if bucket.holder is None:
+            return self._mesh.spread(values.owned, values.rows)
+        return self._mesh.replicate.broadcast(values.rows[0], bucket.holder // self._mesh.shard.world)
 
     # ---------------------------------------------------------------- edits
 
@@ -185,7 +220,8 @@ class GatheredStore(ParameterStore):
             group, place = divmod(segment.owner, self._mesh.shard.world)
             if place == self._mesh.shard.rank:
                 part = flat[segment.region.start : segment.region.start + segment.numel]
-                rows[group, segment.offset : segment.offset + segment.numel].copy_(part)
+                row = rows[group if member.bucket.holder is None else 0]
+                row[segment.offset : segment.offset + segment.numel].copy_(part)
 
     # ---------------------------------------------------------------- bytes
 

@@ -1,0 +1,35 @@
+"""Norms that do not depend on how a tensor is cut: of blocks, added in their order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sherd.layout.placement import BLOCK, padded
+
+
+def block_norms(flat: Tensor) -> Tensor:
+    """The 2-norms of the blocks of a flat tensor, in fp64 on the CPU. What the last block lacks counts as zero.
+
+    A cut between blocks changes none of them.
+    """
+    # In fp32: fp64 takes 20 times as long, and the error over 256 elements is far below that of a 16-bit gradient.
+    wide = torch.float32 if flat.dtype in (torch.float16, torch.bfloat16) else None
+    if flat.numel() % BLOCK == 0:
+        whole_blocks: Tensor = torch.linalg.vector_norm(flat.view(-1, BLOCK), dim=1, dtype=wide)
+        return whole_blocks.to("cpu", torch.float64)
+    norms = torch.zeros(padded(flat.numel()) // BLOCK, dtype=torch.float64)
+    whole = flat.numel() // BLOCK
+    if whole:
+        norms[:whole] = torch.linalg.vector_norm(flat[: whole * BLOCK].view(-1, BLOCK), dim=1, dtype=wide)
+    tail = torch.nn.functional.pad(flat[whole * BLOCK :], (0, BLOCK - flat.numel() % BLOCK))
+    norms[whole] = torch.linalg.vector_norm(tail.view(1, BLOCK), dim=1, dtype=wide)[0]
+    return norms
+
+
+def added(norms: Tensor) -> Tensor:
+    """The norms of tensors whose blocks have these: the last dimension goes away."""
+    if not norms.shape[-1]:
+        return norms.new_zeros(norms.shape[:-1])
+    # cumsum adds in order; sum() does not, and its order depends on the number of threads.
+    return norms.square().cumsum(-1)[..., -1].sqrt()

@@ -1,0 +1,78 @@
+"""Learning rates of large batches: how they grow with the batch, and how training comes up to them."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
+
+from sherd.errors import ConfigError, nearest
+
+_RULES = {"linear": 1.0, "sqrt": 0.5}
+"""The power of the batch that the rate follows."""
+
+
+def scaled_lr(lr: float, batch: int, reference_batch: int, rule: str = "linear") -> float:
+    """The rate for batches of `batch` samples, where `lr` is good for batches of `reference_batch`.
+
+    Both are global batches: the samples of all ranks and of all backwards of a step. `"linear"` multiplies the rate by
+    as much as the batch has grown, which suits SGD and LARS; `"sqrt"` by its square root, which suits Adam and LAMB.
+    """
+    if rule not in _RULES:
+        raise ConfigError(f"scaled_lr: rule={rule!r} is unknown; {nearest(rule, _RULES)}")
+    for name, value in (("lr", lr), ("batch", batch), ("reference_batch", reference_batch)):
+        if not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"scaled_lr: {name}={value}; write a positive number")
+    return float(lr * (batch / reference_batch) ** _RULES[rule])
+
+
+class Warmup(LRScheduler):
+    """The rate grows evenly from a part of its own to all of it, by the number of steps, and stays there."""
+
+    def __init__(self, optimizer: Optimizer, steps: int, start: float, last_epoch: int = -1) -> None:
+        self.steps = steps
+        self.start = start
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The rates of the groups, from their own: no rounding adds up."""
+        done = min(self.last_epoch / self.steps, 1.0)
+        factor = self.start + (1.0 - self.start) * done if done < 1.0 else 1.0
+        return [base * factor for base in self.base_lrs]
+
+
+def warmup(
+    optimizer: Optimizer, steps: int, after: LRScheduler | None = None, start: float | None = None
+) -> LRScheduler:
+    """A scheduler whose rate grows to the optimizer's own during the first `steps` steps; then `after` begins.
+
+    It grows evenly from `start` times the rate: unless you say so, `1 / (steps + 1)`, as if it had begun at 0 one step
+    earlier. To begin at the rate of the reference batch, as Goyal et al. (arXiv 1706.02677) do, write
+    `start=reference_batch / batch`.
+
+    `after` is a scheduler of torch's, built for the same optimizer, that counts from the end of the warm-up. Call
+    `step()` of what is returned, and not that of `after`. Like every scheduler it counts real steps: calls inside an
+    accumulation window are skipped.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ConfigError(f"warmup: steps={steps!r}; write a whole number of at least 1, or leave the warm-up out")
+    if start is None:
+        start = 1.0 / (steps + 1)
+    if not 0.0 <= start <= 1.0:
+        raise ConfigError(f"warmup: start={start}; write a part of the rate, from 0 to 1")
+    if after is None:
+        return Warmup(optimizer, steps, start)
+    if isinstance(after, ReduceLROnPlateau):
+        raise ConfigError(
+            "warmup: after= is a ReduceLROnPlateau, whose step() needs a metric; leave it out of warmup(), and step it "
+            "yourself after each epoch"
+        )
+    if not isinstance(after, LRScheduler):
+        raise ConfigError(f"warmup: after={after!r} is no scheduler; pass one of torch.optim.lr_scheduler")
+    if after.optimizer is not optimizer:
+        raise ConfigError("warmup: after= was built for another optimizer; build both for the same one")
+    if after.last_epoch > 0:
+        raise ConfigError(f"warmup: after= has taken {after.last_epoch} steps already; pass a new one")
+    return SequentialLR(optimizer, [Warmup(optimizer, steps, start), after], milestones=[steps])
