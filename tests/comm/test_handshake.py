@@ -7,7 +7,9 @@ import itertools
 import os
 import re
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from sherd.comm.meeting import meeting_place
 from sherd.comm.meeting.handshake import Handshake
 from sherd.comm.meeting.notes import Notes
 from sherd.comm.trust.seal import Seal
+from sherd.comm.waiting import faults
 from sherd.errors import ConfigError, SherdError
 from sherd.testing import Hosts, run_ranks
 
@@ -88,6 +91,28 @@ def test_a_rank_killed_while_gloo_connects_is_named(stage, transport):
 @pytest.mark.hosts
 def test_a_rank_killed_on_another_host_is_named(stage, hosts_of_one):
     check_named(hosts_of_one.run(dies_at, stage, "c10d", timeout=90, expected_exits={1: -9}), (0, 2))
+
+
+@pytest.mark.fake
+def test_what_a_rank_finds_in_its_hello_reaches_those_that_are_past_theirs():
+    store, past = torch.distributed.HashStore(), threading.Event()
+
+    class SeesTheOtherGone(Handshake):
+        def _lost(self):
+            assert past.wait(TIMEOUT)
+            return faults.lost_early({1: "rank 1 on b (pid 7) ended"})
+
+    def one_that_sees():
+        return _heard(lambda: SeesTheOtherGone(store, 1, range(2), CommOptions(timeout=TIMEOUT)))
+
+    def one_that_is_past():
+        with Handshake(store, 0, range(2), CommOptions(timeout=TIMEOUT)) as handshake:
+            past.set()
+            handshake.exchange("card", 0)
+
+    with ThreadPoolExecutor() as threads:
+        seen = threads.submit(one_that_sees)
+        check_named([_heard(one_that_is_past), None, seen.result()], (0, 2))
 
 
 @pytest.fixture(scope="module")

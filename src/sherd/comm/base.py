@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from sherd.comm import closing
 from sherd.comm.calls import Call, Site, call_site
 from sherd.comm.checked_call import CheckedCall, Detail, check_call, check_kinds, check_rank, refuse_expanded
 from sherd.comm.codec import Codec
@@ -84,7 +83,6 @@ class Communicator(ABC):
         self._agreed = Memo[str, Call]()
         self.site: Site = (0, 0)  # of the call that is being made
         self._objects = 0  # calls that sent objects
-        closing.opened(self)
 
     # ---------------------------------------------------------------- operations
 

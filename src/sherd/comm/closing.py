@@ -30,7 +30,11 @@ CLOSED: Any = _Closed()
 
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()  # communicators
-opened = _open.add
+
+
+def opened(communicator: Any) -> None:
+    """The last line of a constructor: one that failed before it has nothing to close."""
+    _open.add(communicator)
 
 
 def leave_all(error: BaseException | None = None) -> None:

@@ -29,7 +29,7 @@ from sherd.comm.c10d.slices import Slices, as_bytes
 from sherd.comm.c10d.watchdog import MOVE_EVERY, Attempt, Slow, TakeStance, Watchdog
 from sherd.comm.c10d.wire import COME_BACK, LINGER, Wire, over_group
 from sherd.comm.calls import Call, Site, call_site
-from sherd.comm.closing import unusable
+from sherd.comm.closing import opened, unusable
 from sherd.comm.codec import Codec, wire_bytes
 from sherd.comm.handle import EMPTY, Handle
 from sherd.comm.meeting.guard import Guard
@@ -88,6 +88,7 @@ class C10dCommunicator(Communicator):
         take_part(self)
         # Called by close(), when nothing refers to this communicator any more, or at the end of the process.
         self._leave = weakref.finalize(self, leave, os.getpid(), self._lanes.values(), wire, self._watchdog.close)
+        opened(self)
 
     # ---------------------------------------------------------------- groups and life
 

@@ -19,6 +19,7 @@ from sherd.comm.base import Backing, Communicator
 from sherd.comm.c10d.communicator import HEADER_BYTES, C10dCommunicator, leave
 from sherd.comm.c10d.wire import Wire
 from sherd.comm.calls import Call, Site, call_site
+from sherd.comm.closing import opened
 from sherd.comm.cluster.crossing import Across, BufferPool, Column, Steps
 from sherd.comm.cluster.pipeline import ALL, ClusterOperation, Phase, Pipeline, ToldMessage
 from sherd.comm.codec import Codec, wire_bytes
@@ -69,7 +70,7 @@ class ClusterCommunicator(Communicator):
             patient = options.replace(timeout=PATIENCE * options.timeout, warn_after=options.warn_seconds)
             inside = HostCommunicator(link, patient, numbers=numbers, lock=flat.lock, check=check)
             again = HostCommunicator(link, patient, inside, numbers, flat.lock, check)
-        super().__init__(flat.rank, flat.world, options)  # only now: one that failed before this has nothing to close
+        super().__init__(flat.rank, flat.world, options)
         self.names, self.lock, self.seal = flat.names, flat.lock, flat.seal
         self._flat, self._inside, self._again = flat, inside, again
         self._locals = local
@@ -81,6 +82,7 @@ class ClusterCommunicator(Communicator):
         self._number = 0
         # Called by close(), when nothing refers to this communicator any more, or at the end of the process.
         self._leave = weakref.finalize(self, leave, os.getpid(), [self._column.lane], column)
+        opened(self)
 
     # ---------------------------------------------------------------- groups, memory and life
 

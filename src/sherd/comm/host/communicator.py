@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sherd.comm.base import Backing, Communicator
 from sherd.comm.calls import Call
-from sherd.comm.closing import CLOSED
+from sherd.comm.closing import CLOSED, opened
 from sherd.comm.codec import Codec, wire_bytes
 from sherd.comm.handle import EMPTY, Handle
 from sherd.comm.host.board import Board, State
@@ -98,7 +98,12 @@ class HostCommunicator(Communicator):
         spin = lock is None and spins_pay(self._crowd)
         self._waiter = waiter = Waiter(self._board, self._peers, options, spin)
         self._scheduler = Scheduler(self._board, waiter, self.lock)
-        self._check = self._scheduler.check
+
+        def check_while_joining() -> None:
+            check()
+            waiter.check()
+
+        self._check = check_while_joining
         small = self._ring("small", SMALL_BYTES, SMALL_CHUNKS)
         large = self._ring("large", options.chunk_bytes, options.chunks)
         headers = Headers(self._board, options.check)
@@ -108,11 +113,13 @@ class HostCommunicator(Communicator):
         self._lent_calls = LentCalls(headers, self._memory, self._streams, self._scheduler)
         channels = self._share("channels", Channels.nbytes(world))
         self._channels = Channels(channels, self._board, self._memory, self._scheduler)
+        self._check = self._scheduler.check
         waiter.made = weakref.WeakMethod(self._channels.made)
         # Called by close(), when nothing refers to this communicator any more, or at the end of the process.
         self._why: list[BaseException] = []
         self._leave = weakref.finalize(self, _leave, os.getpid(), self._why, self._board, self._peers, link)
         _note_the_exit()
+        opened(self)
 
     # ---------------------------------------------------------------- shared memory, groups and life
 

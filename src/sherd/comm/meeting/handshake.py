@@ -136,9 +136,14 @@ class Handshake:
     def _say_hello(self, mine: Hello) -> list[Hello]:
         self._notes.sign("come", self.rank)
         everybody = [Hello.read(fields) for fields in self.exchange("hello", vars(mine))]
-        self.check()  # a rank that arrived early may have given up since
+        for rank, hello in enumerate(everybody):
+            self._watch(rank, hello)
+        early = self._reported()  # by a rank that gave up before all had arrived
         self.seal = self._notes.seal = self.seal.derived("".join(hello.nonce for hello in everybody))
         self._asked = None  # to be asked again under the new seal
+        if early:
+            raise early
+        self.check()  # under the new seal: others may be past their hello, and find no report under the first one
         return everybody
 
     @property
@@ -160,8 +165,12 @@ class Handshake:
             for rank in self._notes.signed("come", self.world) - self._come.keys():
                 fields = self._notes.find(f"hello/{rank}")
                 if fields is not None:
-                    self._come[rank] = hello = Hello.read(fields)
-                    self.presence.add(rank, hello)
+                    self._watch(rank, Hello.read(fields))
+
+    def _watch(self, rank: int, hello: Hello) -> None:
+        if rank not in self._come:
+            self._come[rank] = hello
+            self.presence.add(rank, hello)
 
     def _ask_and_answer(self) -> None:
         """A rank whose door is closed may be gone, or behind a firewall. While it is in the handshake, it answers."""
