@@ -111,7 +111,7 @@ def test_networks_are_what_their_titles_say():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["2-ranks", "1-rank", "accumulation"])
+@pytest.mark.parametrize("name", [pytest.param("2-ranks", marks=pytest.mark.fuzz), "1-rank", "accumulation"])
 def test_every_contender_trains_the_same(name):
     quiet = Console(file=io.StringIO())
     found = Measuring(name, ["gpt-0.4m"], Effort(rounds=1, turns=1, steps=1, timeout=100.0), quiet).run()

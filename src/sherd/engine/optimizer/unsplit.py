@@ -36,7 +36,7 @@ class UnsplitOptimizer:
         self._kind = type(optimizer)
         self.follow(buckets)
         # A closure needs the rounded parameters, so it is evaluated before masters are stepped.
-        self.takes_closure = takes_closure and not with_masters(self._buckets.parameters)
+        self.takes_closure = takes_closure and not self._with_masters
         closure = inspect.signature(self._kind.step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is closure.empty
 
@@ -44,6 +44,7 @@ class UnsplitOptimizer:
         """Step the parameters in these buckets from now on."""
         self._buckets = buckets
         make_masters({member.bucket for member in self._users.follow(buckets).values()})
+        self._with_masters = with_masters(buckets.parameters)
         self._parameters = [member.parameter for member in buckets.parameters]
         self._homes = [member.home.data_ptr() for member in buckets.parameters]
 
@@ -51,7 +52,7 @@ class UnsplitOptimizer:
         """One update, in which the closure may be called several times."""
         self._users.read()
         arguments = () if closure is None else (closure,)
-        with stepping_masters(with_masters(self._buckets.parameters)):
+        with stepping_masters(self._with_masters):
             loss = step_unhooked(self._optimizer, self._kind, *arguments)
         if [parameter.data_ptr() for parameter in self._parameters] != self._homes:
             for member in self._buckets.parameters:
@@ -65,7 +66,7 @@ class UnsplitOptimizer:
         return self._kind.state_dict(self._optimizer)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        with stepping_masters(with_masters(self._buckets.parameters)):  # torch gives state the dtype of parameters
+        with stepping_masters(self._with_masters):  # torch gives state the dtype of parameters
             self._kind.load_state_dict(self._optimizer, dict(state))
 
     def kept(self) -> Iterable[Part]:
