@@ -245,7 +245,7 @@ class ShardedAccess(GradAccess):
         super().__init__()
         self._comm = comm
         self._views: dict[TrackedParameter, ShardedGradient] = {}
-        self._gathered: dict[Bucket, Tensor] = {}
+        self._gathered: dict[Bucket, tuple[Tensor, list[Tensor]]] = {}  # and the gradient of each member in it
         self._scaled: set[Bucket] = set()
 
     def hide(self, buckets: BucketList, filling: Iterable[Bucket]) -> None:
@@ -262,8 +262,9 @@ class ShardedAccess(GradAccess):
         bucket = member.bucket
         if bucket not in self._gathered:
             with labelled(f"reading the gradient of {member.name!r}", ALONE):
-                self._gathered[bucket] = bucket.gather(bucket.slice).wait()
-        return member.shaped_in(self._gathered[bucket])
+                whole = bucket.gather(bucket.slice).wait()
+            self._gathered[bucket] = whole, [each.shaped_in(whole) for each in bucket.members]
+        return self._gathered[bucket][1][member.position]
 
     def scale(self, member: TrackedParameter, how: str, by: tuple[Any, ...]) -> bool:
         """Scale this rank's part of a gradient; return False if it was gathered, and so must be scaled as a whole."""
@@ -330,7 +331,7 @@ class ShardedAccess(GradAccess):
         described = member.bucket.described
         found: list[Tensor] = []
         if member.bucket in self._gathered:
-            found.append(member.shaped_in(self._gathered[member.bucket]))
+            found.append(self.read(member))
         part = member.bucket.slice.detach()
 
         def read() -> Tensor:
@@ -348,7 +349,7 @@ class ShardedAccess(GradAccess):
             view.keep(self._reader(member))
 
     def _changed(self, buckets: BucketList) -> set[Bucket]:
-        for bucket, whole in self._gathered.items():  # p.grad.data.clamp_() changes no version
+        for bucket, (whole, _) in self._gathered.items():  # p.grad.data.clamp_() changes no version
             bucket.slice.copy_(bucket.part_of(whole))
         return {*self._gathered, *self._scaled}
 
@@ -358,11 +359,9 @@ class ShardedAccess(GradAccess):
         self._scaled.clear()
 
     def _see(self, bucket: Bucket, set_to: Mapping[TrackedParameter, Tensor | None]) -> None:
-        whole = self._gathered.get(bucket)
-        for member in bucket.members:
-            gradient = set_to.get(member)
-            if gradient is None and whole is not None and member.used:
-                gradient = member.shaped_in(whole)
+        if bucket in self._gathered:
+            self._note_seen(bucket, checksum(self._gathered[bucket][0]))
+        for gradient in set_to.values():
             if gradient is not None:
                 self._note_seen(bucket, checksum(gradient))
 
