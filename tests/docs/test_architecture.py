@@ -117,6 +117,14 @@ def test_the_picture_shows_files_and_methods_that_exist(classes):
 
 def test_the_picture_leaves_out_no_stop_of_importance():
     """Every file of the step's table, and all of the gradient's that are not helpers of another stop."""
-    table = PAGE.partition("\n## The walk of a step\n")[2].partition("\n## ")[0]
-    listed = set(re.findall(r"^\| `([\w/]+\.py)` \|", table, re.MULTILINE))
-    assert listed == {box.file for box in PICTURE["STEP"].boxes} - {"comm"}
+
+    def listed(walk):
+        table = PAGE.partition(f"\n## The walk of a {walk}\n")[2].partition("\n## ")[0]
+        return set(re.findall(r"^\| `([\w/]+\.py)` \|", table, re.MULTILINE))
+
+    def drawn(walk):
+        return {box.file for box in PICTURE[walk].boxes} - {"comm"}
+
+    assert drawn("STEP") == listed("step")
+    helpers = {"engine/gradients/gradient.py", "data/batch_weight.py"}
+    assert drawn("GRADIENT") == listed("gradient") - helpers
