@@ -243,6 +243,32 @@ def test_models_of_a_process_share_one_scale():
     assert last._sherd_training.engine.scale.value == 2.0**16
 
 
+@pytest.fixture
+def uncollected():
+    """Nothing collects garbage by chance."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_a_run_does_not_go_on_with_the_scale_of_one_that_is_over():
+    def run(initial):
+        model = network()
+        optimizer = sgd(model)
+        sherd.distribute(model, optimizer, loss_scale=sherd.LossScale(initial=initial))
+        for step in range(3):
+            (model(X).square().mean() * (float("inf") if step == 0 else 1.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        scale = model._sherd_training.engine.scale
+        return scale.value, scale.total_overflows
+
+    assert run(S) == (S / 2, 1)
+    assert run(S) == (S / 2, 1), "the same run again"
+    assert run(S / 4) == (S / 8, 1), "and one with another scale"
+
+
 def test_a_failed_distribute_leaves_no_scale_behind(monkeypatch):
     def fail(*_):
         assert scaled_roots._process.followed

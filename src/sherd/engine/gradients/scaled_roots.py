@@ -13,6 +13,7 @@ of a checkpoint's inputs pass their gradients on to the graph outside and keep i
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -125,6 +126,8 @@ _process: RootScaling | None = None
 def shared(options: LossScale) -> RootScaling:
     """The loss scale of this process; a new one if no model uses it any more."""
     global _process
+    if _process is not None and _process.followed:
+        gc.collect()  # models and what trains them refer to each other, and so outlive a run that is over
     if _process is None or not _process.followed:
         _process = RootScaling(options)
         backward.scale_with(_process)
