@@ -230,6 +230,37 @@ def test_a_loss_is_not_scaled_twice():
     seen.compare(implicit)
 
 
+def a_part(scaler, loss):
+    (scaler.scale(loss) / 2).backward()
+
+
+def in_a_list(scaler, loss):
+    torch.autograd.backward(scaler.scale([loss, loss * 2]))
+
+
+@pytest.mark.parametrize("write", [a_part, in_a_list])
+def test_a_grad_scaler_is_refused_however_the_loss_is_written(write):
+    seen = Seen()
+    before = weights(seen.scaled)
+    scaler, off = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
+    for call in (scaler.unscale_, scaler.step):
+        write(scaler, seen.scaled(X).sum())
+        with pytest.raises(sherd.ConfigError, match=r"rank 0: a GradScaler was given .*write loss.backward\(\)"):
+            call(seen.optimizers[1])
+        seen.scaled.zero_grad()
+    same(weights(seen.scaled), before)
+    write(scaler, seen.plain(X).sum())  # which is not distributed
+    scaler.unscale_(seen.optimizers[0])
+    scaler.step(seen.optimizers[0])
+    scaler.update()
+    seen.plain.zero_grad()
+    write(off, seen.scaled(X).sum())
+    off.unscale_(seen.optimizers[1])
+    off.step(seen.optimizers[1])
+    off.update()
+    assert not torch.equal(seen.scaled[0].weight, before["0.weight"])
+
+
 def test_models_of_a_process_share_one_scale():
     seen = Seen()
     with pytest.raises(sherd.ConfigError, match=r"another model of this process has LossScale\(initial=4096"):
