@@ -148,6 +148,42 @@ def test_ranks_that_train_apart_skip_alone_and_meet_all_the_same(ranks):
     ranks(2).run(averaging)
 
 
+def one_overflows(c, strategy, **options):
+    """Two optimizers; in the second step the gradient of the first one's parameters overflows on the last rank."""
+    model = network()
+    optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[2].parameters(), lr=0.1)]
+    if strategy is not None:
+        sherd.distribute(model, *optimizers, strategy=strategy, comm=c, **options)
+    scaler, moved = torch.amp.GradScaler("cpu", init_scale=SCALE), []
+    bad = []
+    model[0].weight.register_hook(lambda gradient: gradient * float("inf") if bad else gradient)
+    for step in range(3):
+        bad[:] = [True] * (step == 1 and (strategy is None or c.rank == c.world - 1))
+        before = weights(model)
+        scaler.scale(loss_of(model, batch(c.rank, step))).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad()
+        after = weights(model)
+        moved.append([not torch.equal(after[name], before[name]) for name in ("0.weight", "2.weight")])
+    return moved, scaler.get_scale()
+
+
+def two_optimizers():
+    with connected() as c:
+        plain = one_overflows(c, None)
+        assert plain == ([[True, True], [False, True], [True, True]], SCALE / 2)
+        for strategy in STRATEGIES:
+            assert one_overflows(c, strategy, nonfinite="allow") == plain, strategy
+            assert one_overflows(c, strategy) == ([[True, True], [False, False], [True, True]], SCALE / 2), strategy
+
+
+def test_of_two_optimizers_one_overflows(ranks):
+    """The scaler leaves out one step; sherd skips the other too, unless it is told to leave that to the scaler."""
+    ranks(2).run(two_optimizers)
+
+
 def in_parts():
     """The calls of a step with a GradScaler, and what is allocated for gradients meanwhile."""
     with connected() as c:

@@ -177,6 +177,16 @@ def test_small_gradients_survive_16_bits():
     torch.testing.assert_close(found, exact[0].weight.grad, rtol=0.05, atol=1e-12)
 
 
+def test_tensors_that_are_no_leaves_show_the_scale():
+    model = Seen().scaled
+    for retains in (True, False):
+        hidden = model[0](X)
+        if retains:
+            hidden.retain_grad()
+        hidden.sum().backward(inputs=None if retains else [hidden])
+        assert torch.equal(hidden.grad, torch.full((2, 7), S))
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_a_graph_of_gradients_is_scaled_back_too():
     seen = Seen()
