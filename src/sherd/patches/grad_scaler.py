@@ -34,7 +34,7 @@ _replacements = Replacements()
 _notice: Callable[[], object] | None = None
 _refuse: Callable[[Optimizer], object] | None = None
 _is_inside: Callable[[Optimizer], bool] | None = None
-_counted: Callable[[Optimizer], AbstractContextManager[None]] = nullcontext
+_counted: Callable[[Optimizer], AbstractContextManager[object]] = nullcontext
 _waiting: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -54,7 +54,7 @@ def install_refusal(refuse: Callable[[Optimizer], object]) -> None:
 
 
 def install_steps(
-    is_inside: Callable[[Optimizer], bool], counted: Callable[[Optimizer], AbstractContextManager[None]]
+    is_inside: Callable[[Optimizer], bool], counted: Callable[[Optimizer], AbstractContextManager[object]]
 ) -> None:
     """Have every GradScaler wait where the next `step()` of an optimizer `is_inside` a window, not its end.
 
