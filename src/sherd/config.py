@@ -31,8 +31,8 @@ TRANSPORTS = ("auto", "host", "cluster", "c10d")
 ORDERS = ("tree", "transport")
 CHUNK_ALIGNMENT = 4096
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-autocast")
-HALVES = ("bf16", "fp16")
-DTYPES = ("fp32", *HALVES)
+HALF_PRECISIONS = ("bf16", "fp16")
+DTYPES = ("fp32", *HALF_PRECISIONS)
 
 
 class Options:
@@ -268,7 +268,7 @@ class StepOptions(Options):
     @property
     def converts(self) -> bool:
         """Whether parameters are kept in 16 bits, with masters."""
-        return self.precision in HALVES
+        return self.precision in HALF_PRECISIONS
 
     def _validate_precision(self) -> None:
         one_of(self, "precision", PRECISIONS)
@@ -281,7 +281,7 @@ class StepOptions(Options):
                 self, "grad_dtype", '"fp32" with fp16 parameters, whose gradients bf16 would round', 'grad_dtype="fp32"'
             )
         for name in ("grad_dtype", "keep_fp32"):
-            if getattr(self, name) is not None and self.precision not in HALVES:
+            if getattr(self, name) is not None and self.precision not in HALF_PRECISIONS:
                 refuse(self, name, f"used with 16-bit parameters, not precision={self.precision!r}", 'precision="bf16"')
         if self.keep_fp32 is not None:
             if isinstance(self.keep_fp32, str):

@@ -74,25 +74,76 @@ def test_the_rate_grows_evenly_and_stays():
         lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
         lambda o: lr_scheduler.PolynomialLR(o, 5),
         lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+        lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.5 + 0.1 * (step % 3)),
+        lambda o: lr_scheduler.OneCycleLR(o, max_lr=[2.0, 1.0], total_steps=12, cycle_momentum=False),
+        lambda o: lr_scheduler.CyclicLR(o, [0.1, 0.2], [1.0, 0.4], step_size_up=2, cycle_momentum=False),
+        lambda o: lr_scheduler.ConstantLR(o, 0.25, total_iters=3),
+        lambda o: lr_scheduler.LinearLR(o, 0.5, 0.1, total_iters=4),
+        lambda o: lr_scheduler.ChainedScheduler(
+            [lr_scheduler.ConstantLR(o, 0.25, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)]
+        ),
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.ExponentialLR(o, 0.9), lr_scheduler.StepLR(o, 2, 0.1)], milestones=[3]
+        ),
     ],
 )
-def test_what_follows_counts_from_the_end(make):
+def test_what_follows_has_the_rates_that_it_has_by_itself(make):
     optimizer, alone = optimizer_of(), optimizer_of()
-    found = rates_of(optimizer, warmup(optimizer, 4, after=make(optimizer)), 12)
+    scheduler = warmup(optimizer, 4, after=make(optimizer))
+    top = [group["initial_lr"] for group in optimizer.param_groups]
+    found = rates_of(optimizer, scheduler, 12)
+    assert scheduler.get_last_lr() == [group["lr"] for group in optimizer.param_groups]
     expected = rates_of(alone, make(alone), 8)
-    for mine, others in zip(found, expected, strict=True):
-        assert mine[:4] == pytest.approx([others[0] * k / 5 for k in (1, 2, 3, 4)])
-        assert mine[4:] == pytest.approx(others)
+    for mine, others, rate in zip(found, expected, top, strict=True):
+        assert mine[:4] == pytest.approx([rate * k / 5 for k in (1, 2, 3, 4)])
+        assert mine[4:] == others, "to the last bit"
 
 
-def test_a_warm_up_is_saved_and_goes_on():
+def test_what_follows_may_have_rates_in_tensors():
+    found = []
+    for steps in (0, 3):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=torch.tensor(0.8))
+        scheduler = lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.5)
+        scheduler = warmup(optimizer, steps, after=scheduler) if steps else scheduler
+        found.append([])
+        for _ in range(6):
+            found[-1].append(float(optimizer.param_groups[0]["lr"]))
+            optimizer.step()
+            scheduler.step()
+    assert found[1] == pytest.approx([0.2, 0.4, 0.6, *found[0][:3]])
+
+
+def test_a_momentum_that_cycles_follows_too():
+    optimizer, alone = (torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9) for _ in range(2))
+    momenta = []
+    for each, steps in ((alone, 0), (optimizer, 3)):
+        scheduler = lr_scheduler.OneCycleLR(each, max_lr=1.0, total_steps=10)
+        scheduler = warmup(each, steps, after=scheduler) if steps else scheduler
+        momenta.append([])
+        for _ in range(10):
+            momenta[-1].append(each.param_groups[0]["momentum"])
+            each.step()
+            if len(momenta[-1]) < 10:
+                scheduler.step()
+    assert momenta[1] == [momenta[0][0]] * 3 + momenta[0][:7]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+        lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.5),
+        lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.PolynomialLR(o, 9), lr_scheduler.ExponentialLR(o, 0.9)]),
+    ],
+)
+def test_a_warm_up_is_saved_and_goes_on(make):
     optimizer = optimizer_of()
-    scheduler = warmup(optimizer, 4, after=lr_scheduler.CosineAnnealingLR(optimizer, 5))
+    scheduler = warmup(optimizer, 4, after=make(optimizer))
     for first in (2, 4):  # in the middle, and in what follows
         rates_of(optimizer, scheduler, first)
         state = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
         other = optimizer_of()
-        again = warmup(other, 4, after=lr_scheduler.CosineAnnealingLR(other, 5))
+        again = warmup(other, 4, after=make(other))
         other.load_state_dict(state[0])
         again.load_state_dict(state[1])
         expected = rates_of(*copy.deepcopy((optimizer, scheduler)), 5)
@@ -133,6 +184,7 @@ def used_already(optimizer):
         (lambda o: warmup(o, 3, after=lambda step: 1.0), "is no scheduler"),
         (lambda o: warmup(o, 3, after=lr_scheduler.StepLR(optimizer_of(), 1)), "another optimizer"),
         (lambda o: warmup(o, 3, after=used_already(o)), "has taken 1 steps already"),
+        (lambda o: warmup(o, 3, after=lr_scheduler.ChainedScheduler([used_already(o)])), "has taken 1 steps already"),
     ],
 )
 def test_warm_ups_that_make_no_sense(make, words):

@@ -7,23 +7,22 @@ agreed, so no rank's own values are overwritten by a call that fails.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import cache
 from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from sherd import data, observe
 from sherd.api.helpers.coordination import Failure, failure_of, raise_any
 from sherd.api.members import enrol, refuse_foreign
 from sherd.api.plan import Plan
+from sherd.api.real_steps import counted, is_inside_a_window, waits
 from sherd.api.recording import record
-from sherd.api.training import Training, find_training, training_of
+from sherd.api.training import Training, training_of
 from sherd.comm import Communicator, labelled
 from sherd.data.restore import as_it_is
 from sherd.engine.assembly import assemble
@@ -93,9 +92,9 @@ def _prepare(plan: Plan, comm: Communicator, undo: ExitStack) -> Engine:
         sharding.apply(undo, trains=index == 0)
     refuse_foreign()
     if plan.options.accumulate > 1 or plan.options.loss_scale is not None:
-        schedulers.install(_waits)
+        schedulers.install(waits)
     if plan.options.accumulate > 1 or teams.count > 1:
-        grad_scaler.install_steps(_is_inside_a_window, _counted)
+        grad_scaler.install_steps(is_inside_a_window, counted)
     return engine
 
 
@@ -136,37 +135,3 @@ def _as_it_is(optimizer: Optimizer) -> Callable[[], None]:
             group.update(before)
 
     return restore
-
-
-def _is_inside_a_window(optimizer: Optimizer) -> bool:
-    training = find_training(optimizer)
-    return training is not None and not training.gradient(optimizer).window.last
-
-
-@contextmanager
-def _counted(optimizer: Optimizer) -> Iterator[None]:
-    """A program takes a step inside, or leaves it out."""
-    training = find_training(optimizer)
-    calls = None if training is None else training.gradient(optimizer).calls
-    yield
-    if training is not None and training.gradient(optimizer).calls == calls:
-        training.engine.leave_out(training.gradient(optimizer))
-
-
-_seen: MutableMapping[LRScheduler, tuple[int, int]] = WeakKeyDictionary()  # steps and overflows at its last step
-
-
-def _waits(scheduler: LRScheduler) -> bool:
-    """Whether a scheduler is called inside a window, or after nothing but overflows since its last step.
-
-    One that is called once in an epoch does not wait because the last step of the epoch was skipped.
-    """
-    training = find_training(scheduler.optimizer)
-    if training is None:
-        return False
-    gradient = training.gradient(scheduler.optimizer)
-    now, before = (gradient.steps, gradient.overflowed), _seen.get(scheduler, (0, 0))
-    if gradient.window.open or (now[0] == before[0] and now[1] > before[1]):
-        return True
-    _seen[scheduler] = now
-    return False

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sherd.comm.codec import Codec
 from sherd.errors import ConfigError, Unsupported, nearest
+from sherd.layout.entry import HALF_DTYPES
 from sherd.layout.tree import SummationTree
 
 # Partial sums of more than two contributions are kept in blocks that stay in a core's own cache: 32 Ki fp32 elements
@@ -55,7 +56,7 @@ def cut_for(numel: int, world: int, codec: Codec | None) -> int:
 
 def sum_dtype(wire: torch.dtype) -> torch.dtype:
     """The dtype in which contributions of dtype `wire` are added inside a group."""
-    return torch.float32 if wire in (torch.bfloat16, torch.float16) else wire
+    return torch.float32 if wire in HALF_DTYPES else wire
 
 
 def check_reduction(rank: int, operation: str, name: str, dtype: torch.dtype, out: torch.dtype) -> None:

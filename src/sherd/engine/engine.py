@@ -415,10 +415,10 @@ class Engine:
         names = [each.entry.name for each in self.buckets.catalogue if each.entry.name in bad]
         told = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         return SherdError(
-            f"rank {self.comm.number}: {gradient.label}: the gradient of {told} is not finite at a loss scale of "
-            f"{scale.value:g}, the smallest; it is not an overflow of the scale, or loss_scale=sherd.LossScale(floor="
-            f"{scale.value / 16:g}) would be small enough: look for a loss or an input that is NaN or infinite, or "
-            f"lower the learning rate"
+            f"rank {self.comm.number}: {gradient.label}: the gradient of {told} is NaN or infinite even at a loss "
+            f"scale of {scale.value:g}, the smallest allowed. Scaling is then seldom the cause: look for NaN or "
+            f"infinity in the batch and in the loss, and try a lower learning rate. If losses are meant to be that "
+            f"large, allow smaller scales with loss_scale=sherd.LossScale(floor={scale.value / 16:g})"
         )
 
     # ---------------------------------------------------------------- what changes between steps

@@ -22,6 +22,9 @@ ITEMSIZE = {
 }
 """Bytes per element, by torch's name of the dtype, without `torch.`."""
 
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+"""Of 16 bits: what is computed of such tensors, sums and norms, is computed in fp32."""
+
 ALIGNMENT = 64
 """In bytes, as torch's own CPU allocator aligns; with less, kernels take another path, which gives other bits."""
 

@@ -1,7 +1,8 @@
 """`torch.amp.GradScaler`: `scale` marks its result, and `step` and `update` know of windows and of other ranks.
 
 The root of a backward from a scaled loss is not the user's loss. A loss computed from a marked one, as in
-`(scaler.scale(loss) / 2).backward()`, has no mark. Inside an accumulation window there is no gradient to look at, which
+`(scaler.scale(loss) / 2).backward()`, has no mark: where losses must not be scaled twice, `unscale_` and `step` refuse
+the optimizer as well. Inside an accumulation window there is no gradient to look at, which
 `step` and `update` would refuse, and the scale must not change. A step that a scaler leaves out ends its window, and
 other ranks may be waiting at it.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,14 +25,16 @@ RELIES_ON = {
     "torch.amp:GradScaler.scale": "self outputs",
     "torch.amp:GradScaler.get_scale": "self",
     "torch.amp:GradScaler.is_enabled": "self",
+    "torch.amp:GradScaler.unscale_": "self optimizer",
     "torch.amp:GradScaler.step": "self optimizer args kwargs",
     "torch.amp:GradScaler.update": "self new_scale",
 }
 _MARK = "_sherd_scale"
 _replacements = Replacements()
 _notice: Callable[[], object] | None = None
-_is_inside: Callable[[Optimizer], bool]
-_counted: Callable[[Optimizer], AbstractContextManager[None]]
+_refuse: Callable[[Optimizer], object] | None = None
+_is_inside: Callable[[Optimizer], bool] | None = None
+_counted: Callable[[Optimizer], AbstractContextManager[object]] = nullcontext
 _waiting: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -42,8 +45,16 @@ def install(notice: Callable[[], object] | None = None) -> None:
     _replacements.replace(torch.amp.GradScaler, "scale", _marking)
 
 
+def install_refusal(refuse: Callable[[Optimizer], object]) -> None:
+    """Have every GradScaler call `refuse`, which may raise, with an optimizer that it is to unscale or step for."""
+    global _refuse
+    _refuse = refuse
+    _replacements.replace(torch.amp.GradScaler, "unscale_", _unscaling)
+    _replacements.replace(torch.amp.GradScaler, "step", _stepping)
+
+
 def install_steps(
-    is_inside: Callable[[Optimizer], bool], counted: Callable[[Optimizer], AbstractContextManager[None]]
+    is_inside: Callable[[Optimizer], bool], counted: Callable[[Optimizer], AbstractContextManager[object]]
 ) -> None:
     """Have every GradScaler wait where the next `step()` of an optimizer `is_inside` a window, not its end.
 
@@ -83,12 +94,24 @@ def _marking(original: Callable[..., Any]) -> Callable[..., Any]:
     return scale
 
 
+def _unscaling(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def unscale_(self: Any, optimizer: Optimizer) -> None:
+        if _refuse is not None and self.is_enabled():
+            _refuse(optimizer)
+        original(self, optimizer)
+
+    return unscale_
+
+
 def _stepping(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: Any, optimizer: Optimizer, *args: Any, **options: Any) -> Any:
         if not self.is_enabled():
             return original(self, optimizer, *args, **options)
-        if not _is_inside(optimizer):
+        if _refuse is not None:
+            _refuse(optimizer)
+        if _is_inside is None or not _is_inside(optimizer):
             with _counted(optimizer):
                 return original(self, optimizer, *args, **options)
         _waiting.add(self)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import sherd
+from sherd.engine.gradients.access import ShardedAccess
 from tests.helpers.training import (
     SHARDED,
     STRATEGIES,
@@ -148,8 +152,44 @@ def test_ranks_that_train_apart_skip_alone_and_meet_all_the_same(ranks):
     ranks(2).run(averaging)
 
 
+def one_overflows(c, strategy, **options):
+    """Two optimizers; in the second step the gradient of the first one's parameters overflows on the last rank."""
+    model = network()
+    optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[2].parameters(), lr=0.1)]
+    if strategy is not None:
+        sherd.distribute(model, *optimizers, strategy=strategy, comm=c, **options)
+    scaler, moved = torch.amp.GradScaler("cpu", init_scale=SCALE), []
+    bad = []
+    model[0].weight.register_hook(lambda gradient: gradient * float("inf") if bad else gradient)
+    for step in range(3):
+        bad[:] = [True] * (step == 1 and (strategy is None or c.rank == c.world - 1))
+        before = weights(model)
+        scaler.scale(loss_of(model, batch(c.rank, step))).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad()
+        after = weights(model)
+        moved.append([not torch.equal(after[name], before[name]) for name in ("0.weight", "2.weight")])
+    return moved, scaler.get_scale()
+
+
+def two_optimizers():
+    with connected() as c:
+        plain = one_overflows(c, None)
+        assert plain == ([[True, True], [False, True], [True, True]], SCALE / 2)
+        for strategy in STRATEGIES:
+            assert one_overflows(c, strategy, nonfinite="allow") == plain, strategy
+            assert one_overflows(c, strategy) == ([[True, True], [False, False], [True, True]], SCALE / 2), strategy
+
+
+def test_of_two_optimizers_one_overflows(ranks):
+    """The scaler leaves out one step; sherd skips the other too, unless it is told to leave that to the scaler."""
+    ranks(2).run(two_optimizers)
+
+
 def in_parts():
-    """The calls of a step with a GradScaler, and what is allocated for gradients meanwhile."""
+    """The calls of a step with a GradScaler."""
     with connected() as c:
         found = {}
         for strategy in SHARDED:
@@ -175,3 +215,49 @@ def in_parts():
 def test_unscaling_gathers_no_gradient(ranks):
     for found in ranks(2).run(in_parts):
         assert found == {strategy: {"all_reduce": 1} for strategy in SHARDED}
+
+
+def peak_of(do):
+    """The most bytes that torch had allocated at one time in `do`, more than before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        do()
+    events = [each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]"]
+    assert events
+    return max(accumulate((each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())), initial=0))
+
+
+def peak_of_step(c, strategy):
+    """The same of a step with a GradScaler, and the bytes of the whole gradient."""
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # its update needs no memory
+    sherd.distribute(model, optimizer, strategy=strategy, comm=c)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+
+    def step():
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+
+    found = []
+    for does in (step, lambda: found.append(peak_of(step))):
+        scaler.scale(model(torch.randn(4, 128)).square().mean()).backward()
+        does()
+        scaler.update()
+        optimizer.zero_grad()
+    return found[0], sum(parameter.numel() * 4 for parameter in model.parameters())
+
+
+def peaks():
+    with connected() as c:
+        found = {strategy: peak_of_step(c, strategy) for strategy in SHARDED}
+        with pytest.MonkeyPatch.context() as patch:  # what happens where parts cannot be unscaled
+            patch.setattr(ShardedAccess, "unscale", lambda *_: False)
+            return found, {strategy: peak_of_step(c, strategy) for strategy in SHARDED}
+
+
+def test_a_step_with_a_grad_scaler_allocates_no_whole_gradient(ranks):
+    for parts, gathered in ranks(2).run(peaks):
+        for strategy in SHARDED:
+            peak, whole = parts[strategy]
+            assert peak < whole / 8, (strategy, peak, whole)
+            peak, whole = gathered[strategy]
+            assert peak >= whole, ("the test cannot fail", strategy, peak, whole)

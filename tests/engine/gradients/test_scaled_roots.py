@@ -177,6 +177,16 @@ def test_small_gradients_survive_16_bits():
     torch.testing.assert_close(found, exact[0].weight.grad, rtol=0.05, atol=1e-12)
 
 
+def test_tensors_that_are_no_leaves_show_the_scale():
+    model = Seen().scaled
+    for retains in (True, False):
+        hidden = model[0](X)
+        if retains:
+            hidden.retain_grad()
+        hidden.sum().backward(inputs=None if retains else [hidden])
+        assert torch.equal(hidden.grad, torch.full((2, 7), S))
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_a_graph_of_gradients_is_scaled_back_too():
     seen = Seen()
@@ -230,6 +240,37 @@ def test_a_loss_is_not_scaled_twice():
     seen.compare(implicit)
 
 
+def a_part(scaler, loss):
+    (scaler.scale(loss) / 2).backward()
+
+
+def in_a_list(scaler, loss):
+    torch.autograd.backward(scaler.scale([loss, loss * 2]))
+
+
+@pytest.mark.parametrize("write", [a_part, in_a_list])
+def test_a_grad_scaler_is_refused_however_the_loss_is_written(write):
+    seen = Seen()
+    before = weights(seen.scaled)
+    scaler, off = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
+    for call in (scaler.unscale_, scaler.step):
+        write(scaler, seen.scaled(X).sum())
+        with pytest.raises(sherd.ConfigError, match=r"rank 0: a GradScaler was given .*write loss.backward\(\)"):
+            call(seen.optimizers[1])
+        seen.scaled.zero_grad()
+    same(weights(seen.scaled), before)
+    write(scaler, seen.plain(X).sum())  # which is not distributed
+    scaler.unscale_(seen.optimizers[0])
+    scaler.step(seen.optimizers[0])
+    scaler.update()
+    seen.plain.zero_grad()
+    write(off, seen.scaled(X).sum())
+    off.unscale_(seen.optimizers[1])
+    off.step(seen.optimizers[1])
+    off.update()
+    assert not torch.equal(seen.scaled[0].weight, before["0.weight"])
+
+
 def test_models_of_a_process_share_one_scale():
     seen = Seen()
     with pytest.raises(sherd.ConfigError, match=r"another model of this process has LossScale\(initial=4096"):
@@ -241,6 +282,32 @@ def test_models_of_a_process_share_one_scale():
     gc.collect()
     last = sherd.distribute(network(), loss_scale=sherd.LossScale())  # nobody uses the other one any more
     assert last._sherd_training.engine.scale.value == 2.0**16
+
+
+@pytest.fixture
+def uncollected():
+    """Nothing collects garbage by chance."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_a_run_does_not_go_on_with_the_scale_of_one_that_is_over():
+    def run(initial):
+        model = network()
+        optimizer = sgd(model)
+        sherd.distribute(model, optimizer, loss_scale=sherd.LossScale(initial=initial))
+        for step in range(3):
+            (model(X).square().mean() * (float("inf") if step == 0 else 1.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        scale = model._sherd_training.engine.scale
+        return scale.value, scale.total_overflows
+
+    assert run(S) == (S / 2, 1)
+    assert run(S) == (S / 2, 1), "the same run again"
+    assert run(S / 4) == (S / 8, 1), "and one with another scale"
 
 
 def test_a_failed_distribute_leaves_no_scale_behind(monkeypatch):

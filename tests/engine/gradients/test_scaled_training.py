@@ -254,8 +254,10 @@ def exhausted(c, strategy):
             text = str(error)
         optimizer.zero_grad()
         assert bool(text) == (step == 2), (strategy, step, text)
-    expected = f"rank {c.rank}: step 0: the gradient of '2.bias' is not finite at a loss scale of 1, the smallest"
-    assert text.startswith(expected), text
+    expected = (
+        f"rank {c.rank}: step 0: the gradient of '2.bias' is NaN or infinite even at a loss scale of 1, the smallest"
+    )
+    assert text.startswith(expected) and "look for NaN" in text and "LossScale(floor=0.0625)" in text, text
     same(weights(model), before)
     loss_of(model, batch(c.rank)).backward()  # all ranks can go on
     optimizer.step()

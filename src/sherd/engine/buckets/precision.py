@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from sherd.config import HALVES, StepOptions
+from sherd.config import HALF_PRECISIONS, StepOptions
 from sherd.errors import ConfigError
-from sherd.layout.entry import Dtypes, dtype_name
+from sherd.layout.entry import HALF_DTYPES, Dtypes, dtype_name
 
 NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """What users write for a dtype, and what entries call it."""
@@ -39,11 +39,11 @@ class Precision:
     @property
     def half(self) -> torch.dtype | None:
         """The dtype of 16-bit parameters, if they are to be such."""
-        return getattr(torch, NAMES[self.name]) if self.name in HALVES else None
+        return getattr(torch, NAMES[self.name]) if self.name in HALF_PRECISIONS else None
 
     def check(self, name: str, parameter: nn.Parameter) -> None:
         """Refuse a parameter that is in 16 bits already, where a precision was asked for."""
-        if self.name != "fp32" and parameter.dtype in (torch.bfloat16, torch.float16):
+        if self.name != "fp32" and parameter.dtype in HALF_DTYPES:
             raise ConfigError(
                 f"precision={self.name!r} takes a model in fp32, whose values become the masters, but parameter "
                 f"{name!r} is of {parameter.dtype}; pass the model before .half(), .bfloat16() or .to(dtype), or leave "

@@ -13,6 +13,7 @@ of a checkpoint's inputs pass their gradients on to the graph outside and keep i
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules._functions import BackwardHookFunction
+from torch.optim import Optimizer
 
 from sherd.config import LossScale
 from sherd.engine.buckets.tracked import TrackedParameter
@@ -99,23 +101,32 @@ class RootScaling:
     def _strangers(self, roots: Sequence[Any], outermost: bool) -> list[Any] | None:
         """The leaves whose gradients are to be divided here; None if this backward is not to be scaled."""
         nodes, leaves = _walk(roots)
-        ours = {id(member.parameter) for follower in self._followers for member in follower.followed}
+        ours = self._ours()
         found = [leaf for leaf in leaves if id(leaf.variable) not in ours]
         if not outermost:
             return [leaf for leaf in found if isinstance(leaf.variable, nn.Parameter)]
         reached = len(found) < len(leaves)
         if any(isinstance(root, Tensor) and grad_scaler.is_scaled(root) for root in roots):
             if reached:
-                raise self._scaled_twice()
+                raise self._scaled_twice("this loss was scaled by a GradScaler")
             return None
         return found if reached or any(map(_may_hide, nodes)) else None
 
-    def _scaled_twice(self) -> ConfigError:
+    def _ours(self) -> set[int]:
+        """The ids of the parameters of all followers."""
+        return {id(member.parameter) for follower in self._followers for member in follower.followed}
+
+    def refuse_scaler(self, optimizer: Optimizer) -> None:
+        """Raise if a GradScaler is to unscale gradients that have this scale, or had it."""
+        ours = self._ours()
+        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+            raise self._scaled_twice("a GradScaler was given this optimizer")
+
+    def _scaled_twice(self, what: str) -> ConfigError:
         rank = next(iter(self._followers)).rank
         return ConfigError(
-            f"rank {rank}: this loss was scaled by a GradScaler, and sherd.distribute(...) was told to scale losses "
-            f"itself; write loss.backward() and optimizer.step() without the GradScaler, or distribute without loss "
-            f"scaling"
+            f"rank {rank}: {what}, and sherd.distribute(...) was told to scale losses itself; write loss.backward() "
+            f"and optimizer.step() without the GradScaler, or distribute without loss scaling"
         )
 
 
@@ -125,17 +136,25 @@ _process: RootScaling | None = None
 def shared(options: LossScale) -> RootScaling:
     """The loss scale of this process; a new one if no model uses it any more."""
     global _process
+    if _process is not None and _process.followed:
+        gc.collect()  # models and what trains them refer to each other, and so outlive a run that is over
     if _process is None or not _process.followed:
         _process = RootScaling(options)
         backward.scale_with(_process)
-        grad_scaler.install()
     elif _process.scale.options != options:
         raise ConfigError(
             f"another model of this process has {_process.scale.options}, and this one {options}: a backward may lead "
             f"to both, so they share one scale; pass the same loss_scale= for both, or delete the other one and its "
             f"optimizer first"
         )
+    grad_scaler.install()
+    grad_scaler.install_refusal(_refuse_scaler)
     return _process
+
+
+def _refuse_scaler(optimizer: Optimizer) -> None:
+    if _process is not None:
+        _process.refuse_scaler(optimizer)
 
 
 def _walk(roots: Iterable[Any]) -> tuple[set[Any], list[Any]]:
