@@ -33,6 +33,17 @@ CHUNK_ALIGNMENT = 4096
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-autocast")
 HALF_PRECISIONS = ("bf16", "fp16")
 DTYPES = ("fp32", *HALF_PRECISIONS)
+_OTHER_NAMES = {
+    "half": "fp16",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float": "fp32",
+    "float32": "fp32",
+    "single": "fp32",
+    "amp": "bf16-autocast",
+    "autocast": "bf16-autocast",
+}
+"""What torch and other libraries call these. Messages suggest ours: as strings they are too far from them."""
 
 
 class Options:
@@ -354,7 +365,8 @@ def one_of(options: Options, name: str, valid: Collection[str]) -> None:
     """The option is one of the valid names."""
     value = getattr(options, name)
     if value not in valid:
-        raise ConfigError(f"{type(options).__name__}: unknown {name}={value!r}; {nearest(value, valid)}")
+        likely = _OTHER_NAMES.get(value, value)
+        raise ConfigError(f"{type(options).__name__}: unknown {name}={value!r}; {nearest(likely, valid)}")
 
 
 def _ranks(options: Options, pattern: object, ranks: object) -> tuple[int, ...]:

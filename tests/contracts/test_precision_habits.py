@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import sherd
 from sherd.api import apply
@@ -217,15 +218,23 @@ def refused(match, error=ConfigError, make=network, optimizer=torch.optim.AdamW,
 @pytest.mark.fake
 def test_what_cannot_be_right_is_refused_in_one_message():
     refused(r"unknown precision='bf61'; did you mean 'bf16'", precision="bf61")
-    refused(r"unknown wire_dtype='float16'; .*fp16", wire_dtype="float16")
+    refused(r"unknown precision='half'; did you mean 'fp16'\?", precision="half")
+    refused(r"unknown precision='bfloat16'; did you mean 'bf16'\?", precision="bfloat16")
+    refused(r"unknown wire_dtype='float16'; did you mean 'fp16'\?", wire_dtype="float16")
     refused(r"grad_dtype='bf16' must be used with 16-bit parameters, not precision='fp32'", grad_dtype="bf16")
     refused(r"unknown grad_dtype='fp16'; .*bf16", precision="bf16", grad_dtype="fp16")
     refused(r"grad_dtype='bf16' must be \"fp32\" with fp16 parameters", precision="fp16", grad_dtype="bf16")
     refused(r"keep_fp32='norm' must be a list; write keep_fp32=\['norm'\]", precision="bf16", keep_fp32="norm")
     refused(
-        r"takes a model in fp32, .* but parameter 'first.weight' is of torch.float16; pass the model before .half",
+        r"takes a model in fp32, whose values become the masters, but parameter 'first.weight' is of torch.float16; "
+        r"pass the model before .half",
         make=lambda: network().half(),
         precision="fp16",
+    )
+    refused(
+        r"precision='bf16-autocast' takes a model in fp32, whose parameters stay so, but parameter 'first.weight'",
+        make=lambda: network().half(),
+        precision="bf16-autocast",
     )
     refused(r"precision='bf16' needs the optimizer", optimizer=None, precision="bf16")
     refused(r"precision='bf16' does not work with strategy='local'", strategy="local", precision="bf16")
@@ -267,3 +276,33 @@ def test_describe_says_what_is_in_which_dtype():
     )
     assert "14 elements in float32; gradients travel in float16 and are summed in float32" in text
     assert "\n  masters " in text
+
+
+@pytest.mark.fake
+def test_describe_says_that_the_forward_is_autocast():
+    for precision, lines in {"fp32": 0, "bf16-autocast": 1}.items():
+        model = network()
+        model, _ = sherd.distribute(model, torch.optim.AdamW(model.parameters()), precision=precision)
+        found = [line for line in sherd.describe(model).splitlines() if line.startswith("precision")]
+        assert len(found) == lines and all("bf16-autocast: the forward runs under torch.autocast" in x for x in found)
+
+
+@pytest.mark.fake
+def test_moving_averages_of_masters_are_those_of_fp32():
+    model = network()
+    model, optimizer = sherd.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-3), precision="bf16")
+    plain = network()
+    with sherd.full_parameters(model, masters=True):
+        plain.load_state_dict(model.state_dict())
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+    reference = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+    for step in range(4):
+        loss_of(model, step, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with sherd.full_parameters(model, masters=True):
+            average.update_parameters(model)
+            plain.load_state_dict(model.state_dict())
+        reference.update_parameters(plain)
+    same(dict(average.module.named_parameters()), dict(reference.module.named_parameters()))
+    assert {p.dtype for p in average.parameters()} == {torch.float32}

@@ -78,6 +78,8 @@ def _scale(engine: Engine) -> Iterator[str]:
 
 def _precision(engine: Engine) -> Iterator[str]:
     """What is computed, sent, summed and stepped in which dtypes, where these are not all the same."""
+    if engine.precision == "bf16-autocast":
+        yield "precision  bf16-autocast: the forward runs under torch.autocast, parameters stay as they are"
     by_dtypes: dict[Dtypes, int] = {}
     for bucket in engine.layout.buckets:
         numel = sum(engine.layout.entries[entry].numel for entry in bucket.members)

@@ -115,6 +115,8 @@ class Engine:
         """Whether parameters have the values of all teams together, for a while (see `consensus`)."""
         self.measures = False
         """Whether norms are wanted even where nothing is clipped or checked."""
+        self.precision = options.precision
+        """What was asked for: "bf16-autocast" shows in no dtype of a parameter."""
         self._options = options
         self._own = parts.own
         self._stepped: set[Gradient] = set()  # by whose `step()` the gradient was made ready or used since a backward

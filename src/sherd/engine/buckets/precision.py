@@ -44,9 +44,10 @@ class Precision:
     def check(self, name: str, parameter: nn.Parameter) -> None:
         """Refuse a parameter that is in 16 bits already, where a precision was asked for."""
         if self.name != "fp32" and parameter.dtype in HALF_DTYPES:
+            why = "whose values become the masters" if self.half is not None else "whose parameters stay so"
             raise ConfigError(
-                f"precision={self.name!r} takes a model in fp32, whose values become the masters, but parameter "
-                f"{name!r} is of {parameter.dtype}; pass the model before .half(), .bfloat16() or .to(dtype), or leave "
+                f"precision={self.name!r} takes a model in fp32, {why}, but parameter {name!r} is of "
+                f"{parameter.dtype}; pass the model before .half(), .bfloat16() or .to(dtype), or leave "
                 f"precision= out to train it in the dtypes that it has"
             )
 

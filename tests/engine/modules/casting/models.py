@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from sherd.engine.modules.casting import Casting, kept_modules
+from sherd.engine.modules.casting.calls import call_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -31,15 +32,19 @@ def seen(model):
     """The dtypes in which each module's forward is given its first tensor and returns it; filled by calls."""
     found = {}
     for name, module in model.named_modules():
+        call = call_of(module)  # what is inside of it is given cast inputs
 
-        def forward(*args, _original=module.forward, _name=name, **options):
+        def forward(*args, _original=call.__wrapped__ if call else module.forward, _name=name, **options):
             given = [x.dtype for x in (*args, *options.values()) if isinstance(x, torch.Tensor)]
             output = _original(*args, **options)
             returned = output.dtype if isinstance(output, torch.Tensor) else None
             found[_name] = (given[0] if given else None, returned)
             return output
 
-        module.forward = forward
+        if call is None:
+            module.forward = forward
+        else:
+            call._replaced = forward
     return found
 
 

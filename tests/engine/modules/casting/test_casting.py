@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+import gc
+import inspect
 import io
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
-from torch.utils.hooks import RemovableHandle
 
 from sherd.engine.modules.casting import Casting, kept_modules
-from sherd.engine.modules.casting.calls import hooks_of
+from sherd.engine.modules.casting.calls import call_of
 from tests.engine.modules.casting.models import (
     BF16,
     FP16,
@@ -105,8 +107,14 @@ def test_torchs_own_transformer_in_eval():
 
 
 def test_attention_still_gets_one_tensor_where_it_was_given_one():
-    model, given = cast_model(nn.MultiheadAttention(8, 2)), []
-    model.register_forward_pre_hook(lambda module, args: given.extend(args))
+    given = []
+
+    class Attention(nn.MultiheadAttention):
+        def forward(self, *args):
+            given.extend(args)
+            return super().forward(*args)
+
+    model = cast_model(Attention(8, 2))
     x = torch.randn(3, 2, 8)
     values, weights = model(x, x, x)
     assert values.dtype is weights.dtype is FP32
@@ -216,7 +224,7 @@ def test_calls_of_other_threads_are_not_around_those_of_this_one():
     assert model(torch.randn(3, 2)).dtype is FP32 and found == {"other": FP32}
 
 
-def test_copies_and_pickles_have_hooks_of_their_own():
+def test_copies_and_pickles_are_cast_by_themselves():
     model, casting = lowered(Transformer())
     ids = torch.randint(11, (2, 5))
     expected = model(ids)["logits"]
@@ -226,23 +234,48 @@ def test_copies_and_pickles_have_hooks_of_their_own():
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)]
     part = copy.deepcopy(model.blocks[0])
     casting.remove()
-    assert all(hooks_of(module) is None for module in model.modules())
-    assert not model._forward_hooks and not model._forward_hooks_always_called
+    assert all(call_of(module) is None for module in model.modules())
+    assert not model.norm._forward_pre_hooks
     for each in copies:
         assert torch.equal(each(ids)["logits"], expected) and each(ids)["logits"].dtype is FP32
         assert each.embed.weight.dtype is BF16
         Casting([each], BF16, kept_modules([each], None)).install()
-        assert len(each._forward_pre_hooks) == 1, "in place of those that came with the copy"
+        assert call_of(each)._replaced is None, "in place of what came with the copy"
+        assert len(each.norm._forward_pre_hooks) == 1
     assert part(torch.randn(2, 5, 8)).dtype is FP32
 
 
-def test_hooks_of_an_unpickled_model_are_not_replaced_by_later_ones(monkeypatch):
-    data = pickle.dumps(cast_model(mlp()))
-    monkeypatch.setattr(RemovableHandle, "next_id", 0)  # as in a new process
-    model, heard = pickle.loads(data), []
-    for _ in range(20):
-        model.register_forward_pre_hook(lambda module, args: heard.append(args[0].dtype))
-    assert model(torch.randn(4, 6)).dtype is FP32 and heard == [BF16] * 20
+def test_a_model_that_is_dropped_is_freed_at_once():
+    model = cast_model(mlp())
+    gone = weakref.ref(model)
+    forward = model.forward
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+    with pytest.raises(ReferenceError, match="keep the model"):
+        forward(torch.randn(4, 6))
+
+
+def test_forwards_that_are_replaced():
+    """By an instance's own before, and by a wrapper after: both are called, and removing leaves what there was."""
+    model, x, heard = mlp(), torch.randn(4, 6), []
+
+    def own(x):
+        heard.append(x.dtype)
+        return nn.Linear.forward(model[0], x)
+
+    model[0].forward = own
+    _, casting = lowered(model)
+    assert list(inspect.signature(model.forward).parameters) == ["input"]
+    inner = model[2].forward
+    model[2].forward = lambda x: inner(x)
+    assert model(x).dtype is FP32 and model[2](torch.randn(2, 8)).dtype is FP32
+    casting.remove()
+    assert model[0].forward is own and "forward" not in model.__dict__
+    assert model.bfloat16()(x.to(BF16)).dtype is BF16 and heard == [BF16] * 2
 
 
 def test_converted_copies_compute_in_what_they_were_converted_to():

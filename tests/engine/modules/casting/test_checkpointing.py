@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -73,6 +74,88 @@ def test_around_the_model(prepare, reentrant):
     assert as_torch_does(found) == as_torch_does(expected) and heard == [FP32] * 3
 
 
+class Between(nn.Module):
+    """A layer that is checkpointed in the forward, in a function, between two others."""
+
+    def __init__(self, reentrant=None, wide=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.layer, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.reentrant, self.wide = reentrant, wide
+
+    def again(self, x):
+        return self.layer(x).tanh() * 2
+
+    def forward(self, x):
+        x = self.first(x)
+        with torch.autocast("cpu", enabled=False) if self.wide else contextlib.nullcontext():
+            x = x.float() if self.wide else x
+            y = self.again(x) if self.reentrant is None else checkpoint(self.again, x, use_reentrant=self.reentrant)
+        return self.last(y)
+
+
+def alone(model, x):
+    return model(x)
+
+
+def probed(model, x):
+    y = model(x)
+    with torch.no_grad():
+        model.layer(x)
+    return y
+
+
+def siamese(model, x):
+    return model(x) + model.layer(x).exp()
+
+
+def from_outside_before(model, x):
+    return model.layer(x).exp() + model(x)
+
+
+def both_checkpointed(model, x):
+    return model(x) + checkpoint(lambda x: model.layer(x).exp(), x, use_reentrant=model.reentrant or False)
+
+
+def two_graphs(model, x):
+    first, again = model(x), siamese(model, x + 1)
+    model.layer(x)
+    second = model(x + 2)
+    return first + again + second
+
+
+@pytest.mark.parametrize("prepare", [cast_model, autocast])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("run", [alone, probed, siamese, from_outside_before, both_checkpointed, two_graphs])
+def test_a_layer_that_is_entered_from_outside_too(prepare, reentrant, run):
+    """It is recomputed as it was computed, wherever other calls of it came from."""
+    x = torch.randn(5, 8, requires_grad=True)
+    expected = gradients(prepare(Between()), run, x)
+    assert as_torch_does(gradients(prepare(Between(reentrant)), run, x)) == as_torch_does(expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_where_the_model_has_switched_autocast_off(reentrant):
+    x = torch.randn(5, 8, requires_grad=True)
+    for run in (alone, probed, siamese):
+        expected = gradients(autocast(Between(wide=True)), run, x)
+        found = gradients(autocast(Between(reentrant, wide=True)), run, x)
+        assert as_torch_does(found) == as_torch_does(expected)
+
+
+@pytest.mark.parametrize("prepare", [cast_model, autocast])
+def test_two_graphs_in_any_order(prepare):
+    model, x = prepare(Between(False)), torch.randn(5, 8)
+    plain = prepare(Between())
+    for each in (model, plain):
+        first, second = each(x), each.layer(x).exp()
+        third = each(x + 1)
+        for loss in (third, first, second):
+            loss.square().mean().backward()
+    found, expected = ({name: p.grad for name, p in each.named_parameters()} for each in (model, plain))
+    assert as_torch_does(found) == as_torch_does(expected)
+
+
 @pytest.mark.parametrize("prepare", [cast_model, autocast])
 def test_autograd_grad(prepare):
     model, x = prepare(Checkpointed(False)), torch.randn(2, 5, 8)
@@ -104,7 +187,7 @@ def test_compiled(prepare, what):
     expected = gradients(copy.deepcopy(model), lambda model, x: model(x), x)
     run = model
     if what == "model":
-        run = torch.compile(model, backend="eager", fullgraph=prepare is cast_model)
+        run = torch.compile(model, backend="eager", fullgraph=True)
     elif what == "call":
         model.compile(backend="eager")
     else:

@@ -8,66 +8,69 @@ from typing import Any
 import torch
 from torch import nn
 
-from sherd.engine.modules.casting.calls import Call, Calls, ModuleHooks, call_frame, failing
+from sherd.engine.modules.casting.calls import Calls, ModuleCall, in_backward
 from sherd.engine.modules.casting.containers import HALVES, cast
-from sherd.engine.modules.casting.kept import as_one
+from sherd.engine.modules.casting.kept import named_modules
 
-_calls = Calls()
-_REASON = "autocast is entered before the graph of the outermost module begins, and left after it"
+_calls: Calls[str] = Calls()
+"""Their devices."""
 
 
 class Autocasting:
-    """Hooks that run calls of these models, and of parts of them, in autocast. Modules that are added later have none
-    of their own."""
+    """Runs calls of these models, and of parts of them, in autocast. Modules that are added later are only so as parts
+    of them."""
 
     def __init__(self, models: Sequence[nn.Module], dtype: torch.dtype) -> None:
-        self._hooks = [(module, AutocastHooks(name, dtype)) for name, module in as_one(models).named_modules()]
+        self._modules = [AutocastCall(name, module, dtype) for name, module in named_modules(models)]
 
     def install(self) -> None:
         """Run calls in autocast from now on."""
-        for module, hooks in self._hooks:
-            hooks.install(module)
+        for each in self._modules:
+            each.install()
 
     def remove(self) -> None:
         """Do so no more. Copies of the models go on."""
-        for _, hooks in self._hooks:
-            hooks.remove()
+        for each in self._modules:
+            each.remove()
 
 
-class AutocastHooks(ModuleHooks):
+class AutocastCall(ModuleCall):
     """Enters autocast when its module is called from outside, and returns fp32 then."""
 
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, module: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__(name, module)
         self.dtype = dtype
+        self.switched_off = False
+        """whether it was ever called inside a model where the model's own code has switched autocast off"""
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        frame = call_frame()
-        outermost = self.is_outermost(_calls.around(frame))
-        context = None
-        if outermost:
-            context = _enter(module, self.dtype)
-        _calls.stack.append(Call(frame, outermost, autocast=context))
-        return None
+    def run(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        stack = _calls.stack
+        device = stack[-1] if stack else _device(self.module)
+        outermost = not stack and not self._is_again_inside(device)
+        if stack and not self.switched_off and not torch.is_autocast_enabled(device):
+            self.switched_off = True
+        stack.append(device)
+        try:
+            if not outermost:
+                return self.forward(args, options)
+            with torch.autocast(device, self.dtype):
+                output = self.forward(args, options)
+        finally:
+            stack.pop()
+        return cast(output, torch.float32, HALVES, {})
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> Any:
-        frame = call_frame()
-        call = _calls.leave(frame)
-        if call is None or not call.outermost:
-            return None
-        _leave(call.autocast)
-        return None if failing(frame) else cast(output, torch.float32, HALVES, {})
+    def _is_again_inside(self, device: str) -> bool:
+        """Whether this is a recomputation of a call that came from inside: autocast is on already.
+
+        Or it was off in the forward too. That is told from a checkpoint outside the model by `switched_off`.
+        """
+        if not in_backward():
+            return False
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device) is self.dtype
+        return self.switched_off
 
 
-@torch.compiler.disable(reason=_REASON)  # type: ignore[no-untyped-call, untyped-decorator]
-def _enter(module: nn.Module, dtype: torch.dtype) -> Any:
-    """Enter autocast on the device of `module`; return the context."""
+def _device(module: nn.Module) -> str:
     parameter = next(module.parameters(), None)
-    context: Any = torch.autocast("cpu" if parameter is None else parameter.device.type, dtype)
-    context.__enter__()
-    return context
-
-
-@torch.compiler.disable(reason=_REASON)  # type: ignore[no-untyped-call, untyped-decorator]
-def _leave(context: Any) -> None:
-    context.__exit__(None, None, None)
+    return "cpu" if parameter is None else parameter.device.type

@@ -1,153 +1,105 @@
-"""Which call of a module came from outside: hooks that know whether another call is under way around theirs.
+"""Calls of modules: what replaces their `forward`, and which call came from outside.
 
-Torch calls forward hooks with `always_call` after an `Exception` too, but not after a KeyboardInterrupt, and also when
-the pre-hook was never reached. So calls are not counted: each is recorded with the frame that makes it. A record is
-stale if its frame is no longer among those that are running.
+A call is entered and left in one function, so whatever it raises, a KeyboardInterrupt too, it leaves nothing behind.
 
-When a checkpointed module is computed again in a backward, no other call is around it, whatever there was in the
-forward. It is then taken to come from where it came from in the last forward: what it returns has the same dtypes.
+A checkpointed module is computed again in a backward, where no other call is around it, whatever there was in the
+forward. Both kinds of torch's checkpoint give the recomputation the autocast state of the forward, and nothing else of
+its surroundings. So that is where each kind of casting finds out whether it is inside: `is_again_inside`. It is exact
+for any number of graphs, and for modules that are called from inside and from outside in turn.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
-from dataclasses import dataclass
-from types import FrameType
-from typing import Any
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling
-from torch.utils.hooks import RemovableHandle
 
-_CALL = nn.Module._call_impl.__code__
+T = TypeVar("T")
 _graph_task: Any = torch._C._current_graph_task_id
 
 
-@dataclass(slots=True, eq=False)
-class Call:
-    """A call of a module that is under way."""
-
-    frame: FrameType | None
-    """that of torch's `_call_impl`; None in what torch.compile traced"""
-    outermost: bool
-    dtype: torch.dtype | None = None
-    """what the module computes in"""
-    gives: torch.dtype | None = None
-    """what it has to return; None: what it has computed"""
-    autocast: Any = None
-    """torch's context, if this call has entered one"""
-
-
-class Calls(threading.local):
-    """The calls that are under way in this thread, the outermost first."""
+class Calls(threading.local, Generic[T]):
+    """Something of each call that is under way in this thread, the outermost first."""
 
     def __init__(self) -> None:
-        self.stack: list[Call] = []
-
-    def around(self, frame: FrameType | None) -> Call | None:
-        """The call around that frame, if any. Drops stale ones."""
-        stack = self.stack
-        while stack:
-            call = stack[-1]
-            if frame is None or call.frame is None or _runs_in(frame, call.frame):
-                return call
-            _close(stack.pop())
-        return None
-
-    def leave(self, frame: FrameType | None) -> Call | None:
-        """Remove the call that runs in that frame; None if it was not recorded."""
-        stack = self.stack
-        if not stack:
-            return None
-        if frame is None or stack[-1].frame is frame:
-            return stack.pop()
-        if all(call.frame is not frame for call in stack):  # its pre-hook was not reached, or was compiled
-            return stack.pop() if stack[-1].frame is None else None
-        while stack[-1].frame is not frame:
-            _close(stack.pop())
-        return stack.pop()
+        self.stack: list[T] = []
 
 
-class ModuleHooks:
-    """The hooks of one module: plain and picklable, so that copies of the module have them, and work.
+class ModuleCall:
+    """Takes the place of a module's `forward`: plain and picklable, so that copies of the module have it, and work.
 
-    They hold their handles, since torch numbers hooks in each process: unpickling a handle reserves its number.
+    It knows its module weakly: a model that nobody uses any more is freed at once, not by the garbage collector.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
-        self.from_outside = False
-        """whether its last call in a forward was an outermost one"""
-        self._handles: list[RemovableHandle] = []
+        self._module: Callable[[], nn.Module | None] = weakref.ref(module)
+        self._replaced: Callable[..., Any] | None = None
+        """what the module itself had, if that is not the method of its class"""
+        self._on = False
 
-    def install(self, module: nn.Module) -> None:
-        """Hook `module`, in place of what a model of which it is a copy had."""
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for number, hook in [*hooks.items()]:
-                if isinstance(getattr(hook, "__self__", None), ModuleHooks):
-                    del hooks[number]  # torch does not mind that flags of this number are left
-        self._handles = [
-            module.register_forward_pre_hook(self.before, with_kwargs=True),
-            module.register_forward_hook(self.after, with_kwargs=True, always_call=True),
-        ]
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_module": self.module}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._module = weakref.ref(state["_module"])
+
+    @property
+    def module(self) -> nn.Module:
+        """Its module."""
+        module = self._module()
+        if module is None:
+            raise ReferenceError("the module of this forward is gone; keep the model, and call that")
+        return module
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """For `inspect.signature`."""
+        return self._replaced or type(self.module).forward.__get__(self.module)
+
+    def install(self) -> None:
+        """Take calls, in place of what a model of which this one is a copy had."""
+        before = self.module.__dict__.get("forward")
+        self._replaced = before._replaced if isinstance(before, ModuleCall) else before
+        self.module.__dict__["forward"] = self
+        self._on = True
 
     def remove(self) -> None:
-        """Unhook it."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Take no more. Where somebody has wrapped the forward since, calls pass through unchanged."""
+        self._on = False
+        module = self._module()
+        if module is None or module.__dict__.get("forward") is not self:
+            return
+        del module.__dict__["forward"]
+        if self._replaced is not None:
+            module.__dict__["forward"] = self._replaced
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """The forward pre-hook."""
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.run(args, options) if self._on else self.forward(args, options)
+
+    def forward(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """What the module itself does."""
+        if self._replaced is not None:
+            return self._replaced(*args, **options)
+        module = self.module
+        return type(module).forward(module, *args, **options)
+
+    def run(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """What happens in a call."""
         raise NotImplementedError
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> Any:
-        """The forward hook, which is called after an error too."""
-        raise NotImplementedError
 
-    def is_outermost(self, around: Call | None) -> bool:
-        """Whether a call that has `around` around it came from outside; remembers it for a backward."""
-        outermost = around is None
-        if outermost is not self.from_outside and not is_compiling():
-            if _graph_task() == -1:
-                self.from_outside = outermost
-            elif outermost:
-                return False
-        return outermost
+def call_of(module: nn.Module) -> ModuleCall | None:
+    """What takes the calls of a module, if it was not wrapped since."""
+    found = module.__dict__.get("forward")
+    return found if isinstance(found, ModuleCall) else None
 
 
-def hooks_of(module: nn.Module) -> ModuleHooks | None:
-    """The hooks of this kind that a module has."""
-    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
-    return next((owner for owner in owners if isinstance(owner, ModuleHooks)), None)
-
-
-def call_frame() -> FrameType | None:
-    """The frame in which torch makes the call whose hook calls this. None where torch.compile traces."""
-    if is_compiling():
-        return None
-    found: FrameType | None = sys._getframe(2)
-    while found is not None and found.f_code is not _CALL:
-        found = found.f_back
-    return found
-
-
-def failing(frame: FrameType | None) -> bool:
-    """Whether torch calls the hook that calls this because of an error; `frame` is that of the call."""
-    return frame is not None and sys._getframe(2) is frame
-
-
-def _runs_in(frame: FrameType | None, outer: FrameType) -> bool:
-    while frame is not None:
-        if frame is outer:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _close(call: Call) -> None:
-    """End a call that nobody has ended."""
-    if call.autocast is not None:
-        call.autocast.__exit__(None, None, None)
+def in_backward() -> bool:
+    """Whether this thread runs a backward; not where torch.compile traces, which recomputes without Python."""
+    return not torch.compiler.is_compiling() and _graph_task() != -1

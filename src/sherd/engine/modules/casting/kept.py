@@ -55,6 +55,12 @@ def as_one(models: Sequence[nn.Module]) -> nn.Module:
     return models[0] if len(models) == 1 else nn.ModuleList(models)
 
 
+def named_modules(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of all models, by these names."""
+    one = as_one(models)
+    return ((name, module) for name, module in one.named_modules() if module is not one or len(models) == 1)
+
+
 def is_kept_by_default(module: nn.Module) -> bool:
     """Whether it stays in fp32 unless `keep_fp32` says otherwise.
 
