@@ -53,7 +53,7 @@ def test_the_guide_names_targets_and_files_that_exist():
     [
         ("src/sherd/api/typing.py", "StrategyName"),
         ("tests/helpers/training.py", "STRATEGIES"),
-        ("src/sherd/config.py", "TRANSPORTS"),
+        ("src/sherd/config/comm.py", "TRANSPORTS"),
         ("src/sherd/comm/connect.py", "_choose"),
         ("src/sherd/comm/connect.py", "_best"),
         ("src/sherd/comm/connect.py", "Plan"),

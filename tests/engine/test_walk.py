@@ -86,5 +86,5 @@ def test_the_walk_is_short(walks):
 def test_the_trace_sees_what_runs():
     """Or a walk would look short because nothing was traced."""
     assert files_run(strategies.names) == ["strategies/registry.py"]
-    assert files_run(lambda: config.flag_from_env("SHERD_NO_SUCH", False)) == ["config.py"]
+    assert files_run(lambda: config.flag_from_env("SHERD_NO_SUCH", False)) == ["config/environment.py"]
     assert files_run(list) == []

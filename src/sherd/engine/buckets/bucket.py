@@ -28,7 +28,7 @@ from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.errors import SherdError
 from sherd.layout import slicing
 from sherd.layout.entry import dtype_of
-from sherd.layout.norms import row_norms
+from sherd.layout.norms import norm_dtype
 from sherd.layout.placement import BLOCK
 from sherd.layout.slicing import FlatBucket, Segment
 
@@ -110,6 +110,7 @@ class Bucket:
         self.dtype = dtype_of(described.dtype)
         self.wire, self.sum_dtype = dtype_of(described.dtypes.wire), dtype_of(described.dtypes.sum)
         self.update_dtype = dtype_of(described.dtypes.update)
+        self._norm_dtype = norm_dtype(self.sum_dtype)
         self.grad_dtypes = {self.dtype, self.sum_dtype}
         """What a program may set `p.grad` to."""
         self._by_entry = dict(zip(described.members, self.members, strict=True))
@@ -369,7 +370,8 @@ class Bucket:
     def measure(self) -> None:
         """Take the norms of this rank's slice, whose padding is zero. Of a sum that a program dropped they are zero."""
         if self.summed:
-            self.norms.copy_(row_norms(self.slice.view(self.norms.numel(), BLOCK)))
+            rows = self.slice.view(self.norms.numel(), BLOCK)
+            self.norms.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=self._norm_dtype))
         else:
             self.norms.zero_()
         self.scaled, self.edited = 1.0, False
