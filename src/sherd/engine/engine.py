@@ -31,6 +31,7 @@ from sherd.engine.buckets.inventory import Inventory
 from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.consistency.torn import Torn
 from sherd.engine.consistency.unchanged import Unchanged
+from sherd.engine.gradients import overflow
 from sherd.engine.gradients.gradient import Gradient, LossWeights, Trained
 from sherd.engine.gradients.loss_scale import Change, DynamicScale
 from sherd.engine.gradients.own import OwnGradients
@@ -270,7 +271,7 @@ class Engine:
             self._share_buffers(gradient.calls)
         finite = self._finite(first)
         if first and self.scale is not None:
-            self._follow_scale(self.scale, gradient, finite)
+            self._change = overflow.follow(self.scale, gradient, finite, told=self.comm.rank == 0)
         if not finite and (self.scale is not None or self._options.nonfinite != "allow"):
             self._skip(gradient)
             return False
@@ -370,19 +371,6 @@ class Engine:
             self._follow_policy()
             self.comm.counters.end_step()
 
-    def _follow_scale(self, scale: DynamicScale, gradient: Gradient, finite: bool) -> None:
-        """The loss scale follows a gradient that all ranks have found finite, or not."""
-        before = scale.value
-        self._change = change = scale.step(finite)
-        if self.comm.rank or change not in (Change.GROWN, Change.REDUCED):
-            return
-        text, count = f"the loss scale becomes {scale.value:g}", scale.options.growth_interval
-        if finite:
-            log.info("%s: %s after %d steps without an overflow", gradient.label, text, count)
-        else:
-            more = f"{scale.total_overflows} step{'s' * (scale.total_overflows > 1)} skipped so far"
-            log.info("%s: the gradient overflows at a loss scale of %g; %s (%s)", gradient.label, before, text, more)
-
     def _end_skipped(self, gradient: Gradient) -> None:
         if self.teams.count > 1:  # the others may be waiting at this step
             s = self._context(gradient)
@@ -396,7 +384,7 @@ class Engine:
         if self.scale is not None:
             gradient.overflowed += 1
             if self._change is Change.EXHAUSTED:
-                raise self._exhausted(self.scale, gradient)
+                raise overflow.exhausted(self.comm, self.buckets, self.scale, gradient)
             return
         where, who = ("some rank", "no rank takes") if self.comm.world > 1 else ("this rank", "it does not take")
         text = (
@@ -408,20 +396,6 @@ class Engine:
             raise SherdError(f'rank {self.comm.number}: {text}; nonfinite="skip" would go on, "allow" would apply it')
         if self.comm.rank == 0:
             log.warning("%s", text)
-
-    def _exhausted(self, scale: DynamicScale, gradient: Gradient) -> SherdError:
-        """The error of a gradient that overflows at the smallest loss scale. Collective."""
-        with labelled(f"what overflows in {gradient.label}"), self.comm.counters.agreeing():
-            found = self.comm.all_gather_object([bucket.not_finite() for bucket in self.buckets.buckets])
-        bad = {name for names in found for each in names for name in each}
-        names = [each.entry.name for each in self.buckets.catalogue if each.entry.name in bad]
-        told = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        return SherdError(
-            f"rank {self.comm.number}: {gradient.label}: the gradient of {told} is NaN or infinite even at a loss "
-            f"scale of {scale.value:g}, the smallest allowed. Scaling is then seldom the cause: look for NaN or "
-            f"infinity in the batch and in the loss, and try a lower learning rate. If losses are meant to be that "
-            f"large, allow smaller scales with loss_scale=sherd.LossScale(floor={scale.value / 16:g})"
-        )
 
     # ---------------------------------------------------------------- what changes between steps
 
