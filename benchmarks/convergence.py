@@ -8,11 +8,11 @@ consensus of the ranks.
 Each strategy has a learning rate of its own, and `diloco` its outer rate and momentum. Without `--choose` they are
 those of trial runs on another seed. `--choose` chooses them anew, on another seed and with a quarter of the steps:
 every number of a strategy in turn moves along its grid, from where it is, as long as the held-out loss falls; what was
-tried is saved. The comparison takes about 20 minutes on two cores.
+tried is saved. The comparison takes about 25 minutes on two cores.
 
 How close the others come to ddp depends on the regime: on how much ddp gains by four times as many samples in every
-step. With 128 sequences per rank, as here, that is little. With 32 per rank and twice the steps `diloco` ended 3.1%
-behind ddp, with 4 and a larger model 19%.
+step. With 128 sequences per rank, as here, that is little. With 32 per rank and two layers `diloco` ended 3.1% behind
+ddp, with 4 and a larger model 19%.
 """
 
 from __future__ import annotations
