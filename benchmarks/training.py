@@ -222,7 +222,8 @@ def publish(name: str, tables: list[RenderableType], saved: Any, console: Consol
         recorder.print(*tables, sep="\n")
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"{name}.txt").write_text(recorder.export_text())
-        (RESULTS / f"{name}.json").write_text(json.dumps(saved, indent=1) + "\n")
+        text = json.dumps(saved, indent=1).replace(f"{RESULTS.parents[1]}{os.sep}", "")  # in tracebacks of failures
+        (RESULTS / f"{name}.json").write_text(text + "\n")
 
 
 def machine() -> dict[str, object]:
