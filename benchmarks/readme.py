@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.readme_words import NAMES, WORDS
+from benchmarks.training_report import best_median
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -37,7 +37,7 @@ def training(runs: Sequence[Results], words: Words) -> str:
 def training_run(run: Results, words: Words) -> str:
     results = run["results"]
     columns = {
-        words[workload]: {name: median(one) for name, one in trained(by).items()} for workload, by in results.items()
+        words[workload]: {name: time_of(one) for name, one in trained(by).items()} for workload, by in results.items()
     }
     columns[words["bytes"]] = {name: one["bytes_per_parameter"] for name, one in trained(results["A"]).items()}
     forms = [milliseconds] * len(results) + ["{:.1f}".format]
@@ -58,7 +58,7 @@ def memory(runs: Sequence[Results], words: Words) -> str:
 def cluster(run: Results, words: Words) -> str:
     results = trained(run["results"]["A"])
     sent = {name: one["bytes_sent"] / len(one["seconds"]) for name, one in results.items() if one["bytes_sent"]}
-    columns = {words["step"]: {name: median(one) for name, one in results.items()}, words["sent"]: sent}
+    columns = {words["step"]: {name: time_of(one) for name, one in results.items()}, words["sent"]: sent}
     caption = words["cluster"].format(
         hosts=run["hosts"],
         ranks=run["ranks_per_host"],
@@ -71,8 +71,8 @@ def cluster(run: Results, words: Words) -> str:
 def backend(run: Results, words: Words) -> str:
     results = trained(run["results"]["A"])
     names = [name for name in NAMES if {name, f"{name}-on-sherd"} <= results.keys()]
-    gloo = {name: median(results[name]) for name in names}
-    ours = {name: median(results[f"{name}-on-sherd"]) for name in names}
+    gloo = {name: time_of(results[name]) for name in names}
+    ours = {name: time_of(results[f"{name}-on-sherd"]) for name in names}
     rows = [
         [
             NAMES[name],
@@ -92,13 +92,13 @@ def resnet(runs: Sequence[Results], words: Words) -> str:
     for run in runs:
         measured = trained(run["results"])
         memory = {name: one["bytes_per_parameter"] * run["parameters"] for name, one in measured.items()}
-        one, whole = (median(measured[name]) for name in ("one-core", "all-cores"))
-        fastest = min(median(found) for name, found in measured.items() if name in NAMES)
+        one, whole = (time_of(measured[name]) for name in ("one-core", "all-cores"))
+        fastest = min(time_of(found) for name, found in measured.items() if name in NAMES)
         smallest = min(count for name, count in memory.items() if name in NAMES)
         for name in sorted(measured, key=position):
             if name not in NAMES and run is not runs[0]:
                 continue
-            time = median(measured[name])
+            time = time_of(measured[name])
             fast, small = name in NAMES and time <= NOISE * fastest, name in NAMES and memory[name] <= NOISE * smallest
             ranks = f", {words['ranks'].format(ranks=run['ranks'])}" if name in NAMES else ""
             figures = [f"{run['batch'] / time:.1f}", f"{one / time:.2f}", f"{whole / time:.2f}"]
@@ -126,8 +126,9 @@ def trained(results: Results) -> dict[str, Results]:
     return {name: one for name, one in results.items() if one["seconds"]}
 
 
-def median(one: Results) -> float:
-    return float(statistics.median(one["seconds"]))
+def time_of(one: Results) -> float:
+    """Of a step."""
+    return best_median(one["seconds"], len(one["disturbances"]))
 
 
 def size_of(run: Results) -> str:

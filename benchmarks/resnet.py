@@ -34,16 +34,16 @@ def table_of(ranks: int, batch: int, size: int, measured: dict[str, Measured]) -
         "peak memory of the host",
         "bytes per parameter",
     )
-    one, whole = (measured[name].median if name in measured else None for name in (ONE, ALL))
+    one, whole = (measured[name].best if name in measured else None for name in (ONE, ALL))
     for name, found in measured.items():
-        if found.median is None:
+        if found.best is None:
             table.add_row(CONTENDERS[name].title, few_words(found.failure))
             continue
         table.add_row(
             CONTENDERS[name].title,
-            f"{batch / found.median:.1f}",
-            f"{one / found.median:.2f}x" if one else "",
-            f"{whole / found.median:.2f}x" if whole else "",
+            f"{batch / found.best:.1f}",
+            f"{one / found.best:.2f}x" if one else "",
+            f"{whole / found.best:.2f}x" if whole else "",
             f"{found.bytes_per_parameter * PARAMETERS / 1e6:,.0f} MB",
             f"{found.bytes_per_parameter:.1f}",
         )

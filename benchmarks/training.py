@@ -3,7 +3,7 @@
 Every contender has a group of ranks of its own. The groups take turns: one trains some steps while all others sleep.
 Each round gives every group one turn for each workload, in a new order, so that whatever else the machine does hits
 all of them alike; how much that was stands below each table. A turn's first step is not counted; in it the memory is
-weighed. A step takes as long as its slowest rank; reported is the median over all rounds.
+weighed. A turn counts as the median of its steps on the slowest rank; reported is each contender's best turn.
 
 `no communication` are as many processes as the others have ranks, without any: the limit of this machine. `one
 process, all cores` is what a user would do instead on one machine: it trains on the data of all ranks, with a thread
@@ -127,7 +127,7 @@ def take_turn(group: Group, shape: tuple[int, int], steps: int, measured: Measur
     sent = [after - bytes_before for after, bytes_before in zip(group.place.sent(), before, strict=True)]
     measured.bytes_sent += max(sent, default=0)
     measured.disturbances.append(group.disturbance)
-    measured.seconds += [max(step) for step in zip(*(rank.seconds for rank in trained), strict=True)]
+    measured.seconds += max((rank.seconds for rank in trained), key=statistics.median)
     measured.loss = statistics.fmean(loss for rank in trained for loss in rank.losses)
     grown = (peak - group.bytes_joined) / group.parameters
     measured.bytes_per_parameter = max(measured.bytes_per_parameter, grown)
