@@ -255,3 +255,22 @@ def test_a_checksum_tells_order_sign_and_nan_apart(dtype):
     assert checksum(plain) != checksum(plain.flip(0))
     if dtype is not torch.bool:
         assert checksum(torch.zeros(3, dtype=dtype)) != checksum(-torch.zeros(3, dtype=dtype))
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("numel", [8192, 8192 + 511, 100_003])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_checksum_of_a_long_tensor_tells_single_elements_apart(dtype, numel):
+    plain = torch.randn(numel).to(dtype)
+    before = checksum(plain)
+    assert before == checksum(plain.clone())
+    unaligned = torch.cat((plain[:1], plain))[1:]
+    assert before == checksum(unaligned)
+    for index in (0, 1, numel // 2, numel - 1):
+        other = plain.clone()
+        other.view(torch.uint8)[index * dtype.itemsize] ^= 1  # the last bit
+        assert checksum(other) != before, index
+        other = plain.clone()
+        other[[index, index - 7]] = other[[index - 7, index]]  # in one row, or in its columns
+        assert checksum(other) != before, index
+    assert checksum(plain.flip(0)) != before
