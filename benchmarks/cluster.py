@@ -54,7 +54,8 @@ TARGETS_FOR = (2, 2, "33.7m", MEGABITS)
 
 def cluster_report(title: str, megabits: int, by_name: Mapping[str, Measured]) -> Table:
     references = [f"speed to {CONTENDERS[name].title}" for name in REFERENCES]
-    headings = ("contender", "step (best median)", "of the limit", *references, "MB sent", "wire's limit", "of that", "loss")
+    wire = ("MB sent", "wire's limit", "of that")
+    headings = ("contender", "step (best median)", "of the limit", *references, *wire, "loss")
     table = new_table(title, *headings)
     yardsticks = [by_name[name].best if name in by_name else None for name in (LIMIT, *REFERENCES)]
     for name, one in by_name.items():
@@ -63,15 +64,15 @@ def cluster_report(title: str, megabits: int, by_name: Mapping[str, Measured]) -
             continue
         limit, *ratios = [yardstick / one.best if yardstick else None for yardstick in yardsticks]
         sent = one.bytes_sent / len(one.seconds)
-        wire = 8 * sent / (megabits * 1e6)
+        busy = 8 * sent / (megabits * 1e6)
         table.add_row(
             CONTENDERS[name].title,
             f"{1000 * one.best:.0f} ms",
             f"{100 * limit:.0f}%" if limit else "",
             *(f"{ratio:.2f}x" if ratio else "" for ratio in ratios),
             f"{sent / 1e6:.1f}",
-            f"{1000 * wire:.0f} ms",
-            f"{100 * wire / one.best:.0f}%",
+            f"{1000 * busy:.0f} ms",
+            f"{100 * busy / one.best:.0f}%",
             "" if name == LIMIT else f"{one.loss:.4f}",
         )
     table.caption = quiet_or_not(by_name)

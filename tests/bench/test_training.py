@@ -49,7 +49,12 @@ def test_every_optimizer_has_targets_of_contenders_that_take_part():
 
 def test_a_workload_that_was_not_measured_has_no_targets():
     times = {"unconnected": 1.0, "torch-ddp": 1.2, "fsdp2": 2.0, "sherd-zero2": 1.0, "all-cores": 0.9}
-    measured = {"A": {name: Measured(seconds=[2 * time, time, time, time], disturbances=[0.0, 0.0]) for name, time in times.items()}}
+    measured = {
+        "A": {
+            name: Measured(seconds=[2 * time, time, time, time], disturbances=[0.0, 0.0])
+            for name, time in times.items()
+        }
+    }
     text = printed(training_report(2, "33.7m", measured, {"A": (2, 128)}, TARGETS["default"]))
     rows = [line.replace(" ", "") for line in text.splitlines()]
     assert any("A│sherdzero2│torchDDP│1.25x│1.20x│missed" in row for row in rows)
