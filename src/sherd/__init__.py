@@ -19,7 +19,7 @@ from sherd.errors import (
     TimedOut,
     Unsupported,
 )
-from sherd.patches import backend_import as _backend_import
+from sherd.patches.process import backend_import as _backend_import
 
 if TYPE_CHECKING:
     from sherd import comm, observe, optim, strategies

@@ -15,10 +15,10 @@ import sys
 from typing import Any
 
 PATCHES = (
-    *("backend_import", "heap"),  # the process
+    *("process.backend_import", "process.heap"),
     *("module_state", "batch_norm"),  # modules
     *("gathered", "pickling"),  # parameters
-    *("backward", "grad_scaler"),  # gradients
+    *("backward", "grad_scaler", "foreach"),  # gradients
     *("optimizer_object", "foreign", "own_collectives", "schedulers"),  # steps
     "loader_object",  # data
 )

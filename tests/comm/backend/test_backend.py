@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 import sherd
 from sherd import CommOptions
 from sherd.errors import ConfigError, Unsupported
-from sherd.patches import heap
+from sherd.patches.process import heap
 from tests.helpers.backend import backend, in_two_threads
 from tests.helpers.comm_reference import reduced, tensor_of
 from tests.helpers.processes import python

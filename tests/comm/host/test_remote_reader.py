@@ -15,7 +15,7 @@ import torch
 from sherd import CommOptions, comm
 from sherd.comm.host import remote_reader
 from sherd.errors import PeerLost, SherdError
-from sherd.patches import heap
+from sherd.patches.process import heap
 from sherd.testing import run_ranks
 from tests.helpers.comm_reference import reduced, tensor_of
 
@@ -126,7 +126,7 @@ def test_memory_that_cannot_be_read_is_an_error():
 
 _FAULTS = """
 import resource, torch
-from sherd.patches import heap
+from sherd.patches.process import heap
 heap.install()
 def step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -17,7 +17,7 @@ from sherd.comm.backend.group import Group
 from sherd.comm.connect import join
 from sherd.config import CommOptions
 from sherd.errors import ConfigError
-from sherd.patches import heap
+from sherd.patches.process import heap
 
 __all__ = ["Group", "create"]
 

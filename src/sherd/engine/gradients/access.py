@@ -26,6 +26,7 @@ from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.gradients.sharded_gradient import ShardedGradient
 from sherd.engine.parameters.isolation import bypass_torch_function
 from sherd.errors import SherdError
+from sherd.patches import foreach
 
 ALONE = "Under ZeRO p.grad is gathered from all ranks: read or set it on every rank"
 
@@ -76,19 +77,18 @@ class GradAccess(ABC):
     def collect(self, buckets: BucketList) -> None:
         """Apply changes of `p.grad` to the sums, and mark the buckets that changed as `edited`."""
         rewritten: dict[Bucket, dict[TrackedParameter, Tensor | None]] = {}  # what `p.grad` was set to
-        for member, gradient in _grads(buckets):
+        with bypass_torch_function():
+            set_by_program = self._not_ours(buckets)
+        for member, gradient in set_by_program:
             if gradient is None:
                 if member.used and member.bucket.shown:
                     member.used = False
                     rewritten.setdefault(member.bucket, {})[member] = None
-            elif not self._is_ours(member, gradient) and gradient.dtype in (
-                member.bucket.dtype,
-                member.bucket.sum_dtype,
-            ):
+            elif gradient.dtype in (member.bucket.dtype, member.bucket.sum_dtype):
                 member.used = True
                 self.assigned.append(member)
                 rewritten.setdefault(member.bucket, {})[member] = gradient
-            elif gradient.dtype not in member.bucket.grad_dtypes and member.parameter.dtype is member.bucket.dtype:
+            elif member.parameter.dtype is member.bucket.dtype:
                 # Where the parameter was converted as well, that is refused.
                 raise SherdError(
                     f"p.grad of {member.name!r} was set to a gradient of {gradient.dtype}; write "
@@ -150,8 +150,8 @@ class GradAccess(ABC):
         """The tensor to show as `p.grad`."""
 
     @abstractmethod
-    def _is_ours(self, member: TrackedParameter, gradient: Tensor) -> bool:
-        """Whether `gradient` is the tensor that was shown as `p.grad`."""
+    def _not_ours(self, buckets: BucketList) -> list[tuple[TrackedParameter, Tensor | None]]:
+        """The parameters whose `p.grad` is not the tensor that was shown, with what it is."""
 
     @abstractmethod
     def _changed(self, buckets: BucketList) -> set[Bucket]:
@@ -164,11 +164,6 @@ class GradAccess(ABC):
     @abstractmethod
     def _see(self, bucket: Bucket, set_to: Mapping[TrackedParameter, Tensor | None]) -> None:
         """Hash what this rank sees of a changed bucket; `set_to` has the new `p.grad` of those that were set."""
-
-
-def _grads(buckets: BucketList) -> list[tuple[TrackedParameter, Tensor | None]]:
-    with bypass_torch_function():
-        return [(member, member.parameter.grad) for member in buckets.parameters]
 
 
 def _members(buckets: Iterable[Bucket]) -> Iterator[TrackedParameter]:
@@ -207,9 +202,16 @@ class WholeAccess(GradAccess):
     def _view(self, member: TrackedParameter) -> Tensor:
         return _local(member).detach()  # a new one each time: as long as it is kept, so is the memory
 
-    def _is_ours(self, member: TrackedParameter, gradient: Tensor) -> bool:
-        plain = gradient.dtype == member.bucket.sum_dtype and gradient.layout is torch.strided
-        return plain and gradient.is_set_to(_local(member))
+    def _not_ours(self, buckets: BucketList) -> list[tuple[TrackedParameter, Tensor | None]]:
+        strided = torch.strided
+        return [
+            (member, gradient)
+            for member in buckets.parameters
+            if (gradient := member.parameter.grad) is None
+            or gradient.dtype is not member.bucket.sum_dtype
+            or gradient.layout is not strided
+            or not gradient.is_set_to(member.local)  # type: ignore[arg-type]
+        ]
 
     def _changed(self, buckets: BucketList) -> set[Bucket]:
         return {bucket for bucket in buckets.buckets if bucket.sum._version != self._versions[bucket]}
@@ -243,6 +245,7 @@ class ShardedAccess(GradAccess):
 
     def __init__(self, comm: Communicator) -> None:
         super().__init__()
+        foreach.install(ShardedGradient)
         self._comm = comm
         self._views: dict[TrackedParameter, ShardedGradient] = {}
         self._gathered: dict[Bucket, tuple[Tensor, list[Tensor]]] = {}  # and the gradient of each member in it
@@ -298,8 +301,13 @@ class ShardedAccess(GradAccess):
             view = self._views[member] = ShardedGradient(member, self)
         return view
 
-    def _is_ours(self, member: TrackedParameter, gradient: Tensor) -> bool:
-        return gradient is self._views.get(member)
+    def _not_ours(self, buckets: BucketList) -> list[tuple[TrackedParameter, Tensor | None]]:
+        shown = self._views.get
+        return [
+            (member, gradient)
+            for member in buckets.parameters
+            if (gradient := member.parameter.grad) is None or gradient is not shown(member)
+        ]
 
     def _take_away(self, buckets: Sequence[Bucket]) -> None:
         super()._take_away(buckets)

@@ -42,7 +42,12 @@ _SCALING: dict[Any, str] = {
     _T.zero_: "zero_",
 }
 """Calls that can be applied to a part alone, if the other operand is a number."""
-
+_SCALING_EACH: dict[Any, str] = {
+    torch._foreach_mul_: "mul_",
+    torch._foreach_div_: "div_",
+    torch._foreach_zero_: "zero_",
+}
+"""The same for all tensors of a list."""
 
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 """What a GradScaler calls for all gradients of an optimizer."""
@@ -108,6 +113,11 @@ class ShardedGradient(Tensor):
             return None
         if func in _SCALING and args[0]._scaled(_SCALING[func], args[1:], options):
             return args[0]
+        if func in _SCALING_EACH and args:
+            rest = _not_scaled(args[0], _SCALING_EACH[func], args[1:], options)
+            if not rest:
+                return None
+            args = (rest, *args[1:])
         gathered = _gathered(args)
         result = func(*gathered, **_gathered(options))
         return args[0] if args and result is gathered[0] else result
@@ -134,6 +144,11 @@ class ShardedGradient(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: Any = self.whole.clone()
         return plain.__reduce_ex__(protocol)
+
+
+def _not_scaled(gradients: Sequence[Tensor], how: str, by: tuple[Any, ...], options: dict[str, Any]) -> list[Tensor]:
+    """Scale what can be scaled in parts; gives the rest."""
+    return [each for each in gradients if not (isinstance(each, ShardedGradient) and each._scaled(how, by, options))]
 
 
 def _unscaled(gradients: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> bool:

@@ -1,0 +1,1 @@
+"""Patches of the whole process: its imports and its memory."""
