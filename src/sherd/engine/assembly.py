@@ -40,7 +40,8 @@ from sherd.engine.parameters.store import ParameterStore
 from sherd.engine.policy import AccumulateAt, ExchangePolicy, Home, Keeps, Owns
 from sherd.engine.summed import SummedGradients
 from sherd.errors import ConfigError
-from sherd.layout.packing import bucket_numel
+from sherd.layout.entry import Entry
+from sherd.layout.packing import LARGEST_BUCKET_BYTES, SMALL_MODEL_BYTES, bucket_numel, total_bytes
 from sherd.layout.placement import Placement
 from sherd.patches import backward
 
@@ -156,7 +157,9 @@ def assemble(
     if inventory.groups:
         catalogue = gather(comm, catalogue)
     entries = [each.entry for each in catalogue]
-    numel = bucket_numel(entries, options.bucket_bytes or policy.bucket_bytes, crosses=comm.tree.group < comm.world)
+    ends_first = _ends_first(comm, entries, inventory.device, options)
+    nbytes = options.bucket_bytes or policy.bucket_bytes or (LARGEST_BUCKET_BYTES if ends_first else None)
+    numel = bucket_numel(entries, nbytes, crosses=comm.tree.group < comm.world)
     buckets = BucketList.pack(inventory.members, comm.world, comm.tree.group, numel, optimizers, catalogue, comm.rank)
     groups = _cut_groups(comm, inventory.groups, undo)
     for bucket in buckets.every:
@@ -174,7 +177,7 @@ def assemble(
     access = WholeAccess() if owner is None else ShardedAccess(comm)
     adds_up_here = policy.accumulate_at is AccumulateAt.RANK
     scaling = None if options.loss_scale is None else shared(options.loss_scale)
-    summed = SummedGradients(comm, trained, exchanges, access, unchanged, torn, adds_up_here, scaling)
+    summed = SummedGradients(comm, trained, exchanges, access, unchanged, torn, adds_up_here, not ends_first, scaling)
     if scaling is not None:
         scaling.follow(summed)
         undo.callback(scaling.leave, summed)
@@ -187,6 +190,19 @@ def assemble(
         for each in optimizers
     }
     return engine
+
+
+def _ends_first(comm: Communicator, entries: Sequence[Entry], device: torch.device, options: StepOptions) -> bool:
+    """Whether gradients are exchanged when a backward has ended, instead of while it runs.
+
+    Where ranks of one host move their data themselves, nothing is hidden behind a backward, and a small model spends
+    more time in hooks than it can gain from the cache.
+    """
+    by_themselves = comm.shares_memory and device.type == "cpu" and comm.tree.group == comm.world
+    small = total_bytes(entries) <= SMALL_MODEL_BYTES
+    # `p.grad` must not show a scaled gradient. One that arrives twice would be added up by autograd, in its own dtype.
+    plain = options.loss_scale is None and all(entry.roles.sum == entry.dtype for entry in entries)
+    return by_themselves and small and plain and options.bucket_bytes is None
 
 
 def _own_whole(

@@ -35,7 +35,8 @@ _ALIKE = "Set and edit p.grad alike on every rank"
 
 
 class SummedGradients(GradientPath):
-    """Gradients are taken from autograd by hooks, and summed bucket by bucket while a backward still runs."""
+    """Gradients are taken from autograd by hooks, and summed bucket by bucket while a backward still runs; or, if they
+    are not `hooked`, when it has ended."""
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class SummedGradients(GradientPath):
         unchanged: Unchanged,
         torn: Torn,
         adds_up_here: bool,
+        hooked: bool = True,
         scaling: RootScaling | None = None,
     ) -> None:
         self.together = comm
@@ -62,10 +64,11 @@ class SummedGradients(GradientPath):
         self._unchanged = unchanged
         self._torn = torn
         self._adds_up_here = adds_up_here
+        self._hooked = hooked  # or most gradients are taken when a backward has ended
         self._uniform = False  # whether every rank used every parameter in the last round
         self._learned = False  # whether the launch order is that of rank 0's gradients
         self._waiting = False  # whether there may be contributions of earlier rounds, with the scale of those
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: dict[TrackedParameter, RemovableHandle] = {}
 
     @property
     def over(self) -> bool:
@@ -97,22 +100,25 @@ class SummedGradients(GradientPath):
     def arrive(self, member: TrackedParameter, gradient: Tensor) -> None:
         """Take a gradient that autograd made, if it is the first of a round or not a usual one."""
         if self.round.state is not round.State.COLLECTING:
+            if not backward.under_way():
+                if not self._hooked:
+                    round.taken(self.followed)
+                    self._show()
+                raise SherdError(
+                    f"rank {self._comm.number}: this backward was not started by loss.backward() or "
+                    f"torch.autograd.backward, so its end would go unnoticed; call one of these"
+                )
             self._begin_collecting()
-        if gradient.dtype is not member.bucket.dtype or gradient.shape != member.entry.shape:
+        if not member.bucket.fits(member, gradient):
             self._unchanged.check_kinds()
         self.round.arrive(member, gradient)
 
-    def _begin_collecting(self) -> None:
-        """The first gradient of a round is here."""
+    def _begin_collecting(self, at_once: bool = True) -> None:
+        """The first gradient of a round is here. Buckets may be launched `at_once`, before the round ends."""
         self.round.refuse_failed()
-        if not backward.under_way():
-            raise SherdError(
-                f"rank {self._comm.number}: this backward was not started by loss.backward() or "
-                f"torch.autograd.backward, so its end would go unnoticed; call one of these"
-            )
         if self._torn.why:
             self._torn.refuse("this backward")
-        round.refuse_other_hooks(self._trained.inventory.members, self._comm.number)
+        round.refuse_other_hooks(self.followed, self._hooks, self._comm.number)
         factor = 1.0
         self._trained.backwards += 1
         for gradient, its in self._trained.parts:
@@ -120,7 +126,7 @@ class SummedGradients(GradientPath):
             factor = gradient.weights.enter()  # the same for all
             gradient.backwards += 1
             gradient.window.backward()
-        at_once = self._reduces and (self._uniform or not self._trained.modules_communicate)
+        at_once &= self._reduces and (self._uniform or not self._trained.modules_communicate)
         label = f"a backward of step {self._trained.steps}"
         self.round.collect(self._trained.buckets, self._scaled(factor), self._op if at_once else None, label)
 
@@ -145,6 +151,11 @@ class SummedGradients(GradientPath):
         return not self._adds_up_here or (last and not self._trained.holding)
 
     def end_round(self) -> None:
+        try:
+            self._sweep()
+        except BaseException as error:
+            self.abandon_round(error)
+            raise
         if self.round.state is round.State.COLLECTING:
             if self._reduces:
                 self._flush()
@@ -156,7 +167,20 @@ class SummedGradients(GradientPath):
         self.round.close()
         self._show()
 
+    def _sweep(self, at_once: bool = True) -> None:
+        """Take the gradients of this backward that autograd has left in `p.grad`, where there are no hooks."""
+        if self._hooked or self.round.state not in (round.State.OPEN, round.State.COLLECTING):
+            return
+        if not at_once:
+            self.round.hold()
+        if found := round.taken(self.followed):
+            if self.round.state is round.State.OPEN:
+                self._begin_collecting(at_once)
+            for member, gradient in found:
+                round.pass_on(member, gradient, self._comm.number, self)
+
     def abandon_round(self, error: BaseException) -> None:
+        self._sweep(at_once=False)
         self.round.fail(error)
         self._show()
 
@@ -321,11 +345,13 @@ class SummedGradients(GradientPath):
         for member in members:
             if member.bucket.sum_dtype != member.bucket.dtype:
                 member.parameter.grad_dtype = None  # any: `p.grad` shows the sum, and autograd makes its own
-        self._hooks += [round.hook(member, self._comm.number, self) for member in members]
+        # One in each bucket, if there are no others: a backward that nobody was told of would go unnoticed.
+        those = members if self._hooked else [bucket.members[0] for bucket in theirs]
+        self._hooks.update({member: round.hook(member, self._comm.number, self) for member in those})
         self._learned = False
 
     def leave(self) -> None:
-        for handle in self._hooks:
+        for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
         for bucket in self._trained.buckets.buckets:

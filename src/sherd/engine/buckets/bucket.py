@@ -255,6 +255,10 @@ class Bucket:
         for member in self.members:
             member.arrived = False
 
+    def fits(self, member: TrackedParameter, gradient: Tensor) -> bool:
+        """Whether a gradient has the dtype and shape of its parameter."""
+        return gradient.dtype is self.dtype and gradient.shape == member.entry.shape
+
     def arrive(self, member: TrackedParameter, gradient: Tensor) -> bool:
         """Keep a contribution as it is until the bucket is launched; return whether it was the last one missing."""
         if member.contribution is not None:

@@ -116,15 +116,17 @@ class OwnGradients(GradientPath):
 
     def forget(self, gradient: Gradient, keep_zeros: bool) -> None:
         gradient.weights.forget()
+        buckets = self._trained.buckets.of(gradient.optimizer)
+        if self._hidden:
+            for member in (member for bucket in buckets for member in bucket.members):
+                self._hidden.pop(member.parameter, None)
         with bypass_torch_function():
-            for bucket in self._trained.buckets.of(gradient.optimizer):
-                for parameter in (member.parameter for member in bucket.members):
-                    if self._hidden:
-                        self._hidden.pop(parameter, None)
-                    if not keep_zeros:
-                        parameter.grad = None
-                    elif (own := parameter.grad) is not None:
-                        parameter.grad = torch.zeros_like(own)
+            for bucket in buckets:
+                for member in bucket.members:
+                    if keep_zeros and (own := member.parameter.grad) is not None:
+                        member.parameter.grad = torch.zeros_like(own)
+                    else:
+                        member.parameter.grad = None
 
     def lend(self, buckets: Iterable[Bucket]) -> None:
         """Give these buckets the gradient that an update reads, and note which parameters have one."""

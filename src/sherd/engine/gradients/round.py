@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -68,6 +68,7 @@ class Round:
         self.error: BaseException | None = None
         self.label = ""
         """The name of this round in errors."""
+        self._op: str | None = None
         self.completed: list[Bucket] = []
         """In the order in which they were completed here, from which the launch order of later rounds is learned."""
 
@@ -90,6 +91,10 @@ class Round:
         self.move(State.COLLECTING)
         self._start(buckets, factor, label)
         self._factor, self._op = factor, op
+
+    def hold(self) -> None:
+        """Launch nothing more before the end of this round."""
+        self._op = None
 
     def _start(self, buckets: BucketList, factor: float, label: str) -> None:
         self._order = buckets.launch_order
@@ -190,16 +195,16 @@ class Round:
             bucket.launch(op, self._reductions)
 
 
-def refuse_other_hooks(parameters: Iterable[TrackedParameter], rank: int) -> None:
-    """Raise if a parameter has a hook other than the engine's."""
+def refuse_other_hooks(parameters: Iterable[TrackedParameter], ours: Container[TrackedParameter], rank: int) -> None:
+    """Raise if a parameter has a hook other than the engine's, which has one on each of `ours`."""
     with bypass_torch_function():
-        hooked = [(member.name, member.parameter._post_accumulate_grad_hooks) for member in parameters]
-    for name, its in hooked:
-        if its and len(its) > 1:
+        hooked = [(member, its) for member in parameters if (its := member.parameter._post_accumulate_grad_hooks)]
+    for member, its in hooked:
+        if len(its) > (member in ours):
             raise SherdError(
-                f"rank {rank}: parameter {name!r} has a hook of register_post_accumulate_grad_hook, which would find "
-                f"no gradient: it is being reduced over the ranks; use p.grad after backward(), or p.register_hook "
-                f"for this rank's own gradient"
+                f"rank {rank}: parameter {member.name!r} has a hook of register_post_accumulate_grad_hook, which would "
+                f"find no gradient: it is being reduced over the ranks; use p.grad after backward(), or "
+                f"p.register_hook for this rank's own gradient"
             )
 
 
@@ -215,27 +220,39 @@ class Receiver(Protocol):
 def hook(member: TrackedParameter, rank: int, receiver: Receiver) -> RemovableHandle:
     """Pass on each gradient that autograd computes for a parameter, taken out of `p.grad`.
 
-    It runs for every parameter in every backward, so the usual case is here: a contribution to a bucket that was not
-    launched yet. References are weak: the garbage collector does not see cycles through torch's hooks.
+    References are weak: the garbage collector does not see cycles through torch's hooks.
     """
     receivers, members = weakref.ref(receiver), weakref.ref(member)
-    dtype, shape, strided, collecting = member.bucket.dtype, member.entry.shape, torch.strided, State.COLLECTING
 
     def take(parameter: Tensor) -> None:
         gradient, known, receiver = parameter.grad, members(), receivers()
-        if gradient is None or known is None or receiver is None:
-            return
-        parameter.grad = None
-        round, bucket = receiver.round, known.bucket
-        if gradient.requires_grad or gradient.layout is not strided:
-            receiver.arrive(known, _plain(gradient, known, rank))
-        elif round.state is not collecting or bucket.launched or gradient.dtype is not dtype or gradient.shape != shape:
-            receiver.arrive(known, gradient)
-        elif bucket.arrive(known, gradient):
-            round.complete(bucket)
+        if gradient is not None and known is not None and receiver is not None:
+            parameter.grad = None
+            pass_on(known, gradient, rank, receiver)
 
     handle: RemovableHandle = member.parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
     return handle
+
+
+def taken(members: Iterable[TrackedParameter]) -> list[tuple[TrackedParameter, Tensor]]:
+    """The gradients that autograd has left in `p.grad`, taken out of it."""
+    with bypass_torch_function():
+        found = [(member, gradient) for member in members if (gradient := member.parameter.grad) is not None]
+        for member, _ in found:
+            member.parameter.grad = None
+    return found
+
+
+def pass_on(member: TrackedParameter, gradient: Tensor, rank: int, receiver: Receiver) -> None:
+    """Give the round a gradient. This runs for every parameter in every backward, so the usual case is here: a
+    contribution to a bucket that was not launched yet."""
+    round, bucket = receiver.round, member.bucket
+    if gradient.requires_grad or gradient.layout is not torch.strided:
+        receiver.arrive(member, _plain(gradient, member, rank))
+    elif round.state is not State.COLLECTING or bucket.launched or not bucket.fits(member, gradient):
+        receiver.arrive(member, gradient)
+    elif bucket.arrive(member, gradient):
+        round.complete(bucket)
 
 
 def _plain(gradient: Tensor, member: TrackedParameter, rank: int) -> Tensor:

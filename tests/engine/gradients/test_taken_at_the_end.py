@@ -1,0 +1,145 @@
+"""Small models on one host: gradients are taken when a backward has ended, with the same bits as in hooks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from sherd import LossScale, SherdError
+from sherd.layout.packing import SMALL_MODEL_BYTES
+from tests.helpers.training import STRATEGIES, batch, connected, distributed, gradients, loss_of, same, sgd, weights
+
+pytestmark = pytest.mark.ranks
+
+WAYS = {"at the end": {}, "in hooks": {"bucket_bytes": 1024}}
+
+
+def hooks(model):
+    """On how many of its four parameters there are hooks."""
+    return sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in model.parameters())
+
+
+def large():
+    return nn.Linear(SMALL_MODEL_BYTES // 4 // 1024, 1025)
+
+
+def which_have_hooks():
+    with connected() as c:
+        assert hooks(distributed(c, "zero2")[0]) == 1  # of its one bucket
+        assert hooks(distributed(c, "zero2", **WAYS["in hooks"])[0]) == 4
+        assert hooks(distributed(c, "zero2", make=large)[0]) == 2
+        # What is kept in 16 bits is summed in 32: autograd would add up gradients in 16.
+        assert hooks(distributed(c, "zero2", precision="bf16")[0]) == 4
+        assert hooks(distributed(c, "zero2", loss_scale=LossScale())[0]) == 4
+    with connected("c10d") as c:
+        assert hooks(distributed(c, "zero2")[0]) == 4
+
+
+def test_small_models_on_one_host_have_few_hooks(ranks):
+    ranks(2).run(which_have_hooks)
+
+
+def loop(c, strategy, clip, **options):
+    model, optimizer = distributed(c, strategy, **options)
+    for step in range(6):
+        if step % 3 == 2:
+            model[2].requires_grad_(step == 2)
+        loss_of(model, batch(c.rank, 2 * step)).backward()
+        loss_of(model, batch(c.rank, 2 * step + 1)).backward()
+        clip(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return weights(model)
+
+
+def the_same_bits(clip):
+    with connected() as c:
+        for strategy in STRATEGIES:
+            found = [loop(c, strategy, clip, **options) for options in WAYS.values()]
+            same(*found, strategy)
+
+
+@pytest.mark.parametrize("clip", [clip_grad_norm_, clip_grad_value_])
+def test_it_is_the_same_training(ranks, clip):
+    ranks(2).run(the_same_bits, clip)
+
+
+class Failing(torch.autograd.Function):
+    """Its backward fails."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("no way back")
+
+
+def after_a_failure():
+    """What came before the failure counts, as in plain torch."""
+    plain = distributed_alone()
+    with connected() as c:
+        for strategy in STRATEGIES:
+            model, _ = distributed(c, strategy)
+            for each in (plain, model):
+                x, y = batch(0)
+                with pytest.raises(ValueError, match="no way back"):
+                    (each[2](Failing.apply(each[:2](x))) - y).square().mean().backward()
+                loss_of(each, batch(0, 1)).backward()
+            same(gradients(model), gradients(plain), strategy)
+            plain.zero_grad()
+
+
+def distributed_alone():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(15, 7), nn.Tanh(), nn.Linear(7, 5))
+
+
+def test_a_backward_that_fails_leaves_what_it_had_made(ranks):
+    ranks(2).run(after_a_failure)
+
+
+def refused():
+    with connected() as c:
+        for strategy in STRATEGIES:
+            model, optimizer = distributed(c, strategy)
+            with pytest.raises(SherdError, match="create_graph"):
+                loss_of(model, batch(c.rank)).backward(create_graph=True)
+            assert all(parameter.grad is None for parameter in model.parameters())
+            handle = model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+            with pytest.raises(SherdError, match="register_post_accumulate_grad_hook"):
+                loss_of(model, batch(c.rank)).backward()
+            handle.remove()
+            loss_of(model, batch(c.rank)).backward()
+            optimizer.step()
+
+
+def test_what_is_refused_in_hooks_is_refused_at_the_end(ranks):
+    ranks(2).run(refused)
+
+
+def scaled_together():
+    """Numbers are multiplied in parts, without sending anything; what was gathered, whole."""
+    with connected("c10d") as c:
+        found = {}
+        for strategy in STRATEGIES:
+            model, _ = distributed(c, strategy, optimizer=sgd)
+            loss_of(model, batch(c.rank)).backward()
+            its = [parameter.grad for parameter in model.parameters()]
+            before = c.counters.total().payload
+            torch._foreach_mul_(its, 0.3)
+            torch._foreach_div_(its, torch.tensor(1.7))
+            assert c.counters.total().payload == before, strategy
+            norms = torch._foreach_norm(its)
+            torch._foreach_mul_(its, norms)
+            torch._foreach_mul_(its, 0.5)
+            found[strategy] = gradients(model)
+        for strategy in STRATEGIES:
+            same(found[strategy], found["ddp"], strategy)
+
+
+def test_all_gradients_are_scaled_in_one_call(ranks):
+    ranks(2).run(scaled_together)
