@@ -357,7 +357,10 @@ class Engine:
                     self.torn.tear(label, error)
                 raise
             self.move(State.READY)
-        self.unchanged.accept()
+        if meets:
+            self.unchanged.accept()
+        else:
+            self.unchanged.accept_values()  # alone, an optimizer's own update leaves them in their places
 
     def accept_edits(self) -> bool:
         """What was done to the parameters is an update of their optimizer's; whether anything was."""

@@ -60,6 +60,12 @@ class Unchanged:
         """Parameters that this rank has edited and not yet compared with the other ranks."""
         self._sums: dict[TrackedParameter, int] = {}
 
+    def accept_values(self) -> None:
+        """Accept what was written into the parameters, which are where they were."""
+        with bypass_torch_function():
+            self._versions = [parameter._version for parameter in self._parameters]
+        self._sums.update(self._sum(self._members))
+
     def accept(self, members: Iterable[TrackedParameter] | None = None) -> None:
         """Accept these parameters, or all, as they are now."""
         members = self._members if members is None else list(members)
