@@ -119,7 +119,7 @@ def distribute(
         "mean" averages floating-point buffers over the ranks and takes others from rank 0, "leader" takes all from rank
         0, "none" leaves them alone. Default: "mean".
     bucket_bytes: bytes of gradients that are reduced together, at least 1024. Default: a fraction of the model, at most
-        2 MB; on one host models of up to 8 MB are reduced at the end of a backward.
+        2 MB; on one host models of up to 16 MB are reduced at the end of a backward.
     check: which writes to parameters are detected where every rank has its own copy: those that change torch's
         "versions", or all "edits", by checksums. Where ranks share a copy all are detected. Default: "versions".
     groups: which ranks hold which parameters and buffers, where ranks differ: patterns of names, each with its ranks,

@@ -41,7 +41,7 @@ from sherd.engine.policy import AccumulateAt, ExchangePolicy, Home, Keeps, Owns
 from sherd.engine.summed import SummedGradients
 from sherd.errors import ConfigError
 from sherd.layout.entry import Entry
-from sherd.layout.packing import LARGEST_BUCKET_BYTES, SMALL_MODEL_BYTES, bucket_numel, total_bytes
+from sherd.layout.packing import SMALL_MODEL_BUCKET_BYTES, SMALL_MODEL_BYTES, bucket_numel, total_bytes
 from sherd.layout.placement import Placement
 from sherd.patches import backward
 
@@ -158,7 +158,7 @@ def assemble(
         catalogue = gather(comm, catalogue)
     entries = [each.entry for each in catalogue]
     ends_first = _ends_first(comm, entries, inventory.device, options)
-    nbytes = options.bucket_bytes or policy.bucket_bytes or (LARGEST_BUCKET_BYTES if ends_first else None)
+    nbytes = options.bucket_bytes or policy.bucket_bytes or (SMALL_MODEL_BUCKET_BYTES if ends_first else None)
     numel = bucket_numel(entries, nbytes, crosses=comm.tree.group < comm.world)
     buckets = BucketList.pack(inventory.members, comm.world, comm.tree.group, numel, optimizers, catalogue, comm.rank)
     groups = _cut_groups(comm, inventory.groups, undo)
@@ -195,10 +195,11 @@ def assemble(
 def _ends_first(comm: Communicator, entries: Sequence[Entry], device: torch.device, options: StepOptions) -> bool:
     """Whether gradients are exchanged when a backward has ended, instead of while it runs.
 
-    Where ranks of one host move their data themselves, nothing is hidden behind a backward, and a small model spends
-    more time in hooks than it can gain from the cache.
+    Ranks of one host move their data themselves. So nothing is hidden behind a backward, and a small model spends
+    more time in hooks than it can gain from the cache. It is the same over every transport: a gradient that autograd
+    makes in two parts would otherwise be reduced as one here and as two there.
     """
-    by_themselves = comm.shares_memory and device.type == "cpu" and comm.tree.group == comm.world
+    by_themselves = device.type == "cpu" and comm.tree.group == comm.world
     small = total_bytes(entries) <= SMALL_MODEL_BYTES
     # `p.grad` must not show a scaled gradient. One that arrives twice would be added up by autograd, in its own dtype.
     plain = options.loss_scale is None and all(entry.roles.sum == entry.dtype for entry in entries)

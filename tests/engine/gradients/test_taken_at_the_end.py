@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.utils.checkpoint import checkpoint
 
 from sherd import LossScale, SherdError
 from sherd.layout.packing import SMALL_MODEL_BYTES
@@ -25,20 +26,54 @@ def large():
     return nn.Linear(SMALL_MODEL_BYTES // 4 // 1024, 1025)
 
 
-def which_have_hooks():
-    with connected() as c:
+def which_have_hooks(transport):
+    with connected(transport) as c:
         assert hooks(distributed(c, "zero2")[0]) == 1  # of its one bucket
         assert hooks(distributed(c, "zero2", **WAYS["in hooks"])[0]) == 4
         assert hooks(distributed(c, "zero2", make=large)[0]) == 2
         # What is kept in 16 bits is summed in 32: autograd would add up gradients in 16.
         assert hooks(distributed(c, "zero2", precision="bf16")[0]) == 4
         assert hooks(distributed(c, "zero2", loss_scale=LossScale())[0]) == 4
-    with connected("c10d") as c:
-        assert hooks(distributed(c, "zero2")[0]) == 4
 
 
-def test_small_models_on_one_host_have_few_hooks(ranks):
-    ranks(2).run(which_have_hooks)
+@pytest.mark.parametrize("transport", ["host", "c10d"])
+def test_small_models_on_one_host_have_few_hooks(ranks, transport):
+    ranks(2).run(which_have_hooks, transport)
+
+
+class UsedTwice(nn.Module):
+    """Reentrant checkpointing runs a backward in the backward: `first` gets its gradient in two parts."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(15, 15), nn.Linear(15, 15)
+
+    def forward(self, x):
+        for layer in (self.first, self.second, self.first):
+            x = checkpoint(layer, x, use_reentrant=True).tanh()
+        return x
+
+
+def made_in_parts(transport):
+    with connected(transport) as c:
+        found = {}
+        for strategy in STRATEGIES:
+            model, optimizer = distributed(c, strategy, make=UsedTwice)
+            for step in range(4):
+                x = torch.randn(7, 15, generator=torch.Generator().manual_seed(10 * step + c.rank), requires_grad=True)
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found[strategy] = weights(model)
+        return found
+
+
+def test_a_gradient_in_two_parts_has_the_same_bits_over_every_transport(ranks):
+    host, c10d = (ranks(2).run(made_in_parts, transport)[0] for transport in ("host", "c10d"))
+    for strategy in STRATEGIES:
+        same(host[strategy], host["ddp"], strategy)
+        same(c10d[strategy], host["ddp"], strategy)
 
 
 def loop(c, strategy, clip, **options):
