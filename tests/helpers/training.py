@@ -22,6 +22,18 @@ def connected(transport="host", timeout=40.0):
     return comm.connect(CommOptions(transport=transport, timeout=timeout))
 
 
+class Failing(torch.autograd.Function):
+    """Its backward fails."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("no way back")
+
+
 def network(seed=0, dtype=torch.float32):
     """Shapes that divide by nothing."""
     torch.manual_seed(seed)

@@ -10,7 +10,18 @@ from torch.utils.checkpoint import checkpoint
 
 from sherd import LossScale, SherdError
 from sherd.layout.packing import SMALL_MODEL_BYTES
-from tests.helpers.training import STRATEGIES, batch, connected, distributed, gradients, loss_of, same, sgd, weights
+from tests.helpers.training import (
+    STRATEGIES,
+    Failing,
+    batch,
+    connected,
+    distributed,
+    gradients,
+    loss_of,
+    same,
+    sgd,
+    weights,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -99,18 +110,6 @@ def the_same_bits(clip):
 @pytest.mark.parametrize("clip", [clip_grad_norm_, clip_grad_value_])
 def test_it_is_the_same_training(ranks, clip):
     ranks(2).run(the_same_bits, clip)
-
-
-class Failing(torch.autograd.Function):
-    """Its backward fails."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ValueError("no way back")
 
 
 def after_a_failure():

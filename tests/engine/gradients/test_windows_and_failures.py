@@ -13,6 +13,7 @@ from sherd import ConfigError, SherdError
 from tests.helpers.training import (
     EVERYWHERE,
     STRATEGIES,
+    Failing,
     batch,
     close,
     connected,
@@ -41,18 +42,6 @@ def in_one_process(step=0, share=1.0):
     model = double()
     (loss_of(model, everybodys(step)) * share).backward()
     return model, sgd(model)
-
-
-class Failing(torch.autograd.Function):
-    """Its backward fails."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ValueError("no way back")
 
 
 def backward_elsewhere():
