@@ -320,7 +320,7 @@ CASES = st.fixed_dictionaries(
         "unused": st.sampled_from([0.0, 0.3]),
         "seed": st.integers(0, 1 << 20),
         "clip_norm": st.sampled_from([None, 0.3]),
-        "bucket_bytes": st.sampled_from([1024, 2048, 4096, 1 << 16]),
+        "bucket_bytes": st.sampled_from([1024, 2048, 4096, 1 << 16, None]),
         "accumulate": st.sampled_from([1, 1, 2, 3]),
         "accumulate_at": st.sampled_from([None, "rank", "owner"]),
     }

@@ -59,7 +59,7 @@ def listed() -> list[str]:
 
 def walked():
     with connected() as c:
-        model, optimizer = distributed(c, "zero2", bucket_bytes=4096)  # a small model would have no hooks
+        model, optimizer = distributed(c, "zero2", bucket_bytes=4096)  # by default a small model has no such hooks
         train(model, optimizer, [batch(c.rank, step) for step in range(2)])
         loss = loss_of(model, batch(c.rank, 2))
         return files_run(loss.backward)

@@ -103,8 +103,8 @@ class StepOptions(Options):
     floating-point buffers and takes others from rank 0, "leader" takes all from rank 0, "none" leaves them alone."""
 
     bucket_bytes: int | None = None
-    """Bytes of gradients that are reduced together. None: a fraction of the model, at most 2 MB; small models of one
-    host are reduced when a backward has ended."""
+    """Bytes of gradients that are reduced together. None: a fraction of the model, at most 2 MB; on one host
+    models of up to 16 MB are reduced when a backward has ended."""
 
     check: str = "versions"
     """Which edits of parameters are detected where every rank has a copy: those that change torch's "versions", or all

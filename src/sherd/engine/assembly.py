@@ -157,7 +157,7 @@ def assemble(
     if inventory.groups:
         catalogue = gather(comm, catalogue)
     entries = [each.entry for each in catalogue]
-    ends_first = _ends_first(comm, entries, inventory.device, options)
+    ends_first = _ends_first(teams, entries, inventory.device, options)
     nbytes = options.bucket_bytes or policy.bucket_bytes or (SMALL_MODEL_BUCKET_BYTES if ends_first else None)
     numel = bucket_numel(entries, nbytes, crosses=comm.tree.group < comm.world)
     buckets = BucketList.pack(inventory.members, comm.world, comm.tree.group, numel, optimizers, catalogue, comm.rank)
@@ -192,14 +192,15 @@ def assemble(
     return engine
 
 
-def _ends_first(comm: Communicator, entries: Sequence[Entry], device: torch.device, options: StepOptions) -> bool:
+def _ends_first(teams: Teams, entries: Sequence[Entry], device: torch.device, options: StepOptions) -> bool:
     """Whether gradients are exchanged when a backward has ended, instead of while it runs.
 
     Ranks of one host move their data themselves. So nothing is hidden behind a backward, and a small model spends
     more time in hooks than it can gain from the cache. It is the same over every transport: a gradient that autograd
     makes in two parts would otherwise be reduced as one here and as two there.
     """
-    by_themselves = device.type == "cpu" and comm.tree.group == comm.world
+    tree = teams.everyone.tree  # in a warm-up all teams sum
+    by_themselves = device.type == "cpu" and tree.group == tree.world
     small = total_bytes(entries) <= SMALL_MODEL_BYTES
     # `p.grad` must not show a scaled gradient. One that arrives twice would be added up by autograd, in its own dtype.
     plain = options.loss_scale is None and all(entry.roles.sum == entry.dtype for entry in entries)

@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -100,18 +102,23 @@ class SummedGradients(GradientPath):
     def arrive(self, member: TrackedParameter, gradient: Tensor) -> None:
         """Take a gradient that autograd made, if it is the first of a round or not a usual one."""
         if self.round.state is not round.State.COLLECTING:
-            if not backward.under_way():
-                if not self._hooked:
-                    round.taken(self.followed)
-                    self._show()
-                raise SherdError(
-                    f"rank {self._comm.number}: this backward was not started by loss.backward() or "
-                    f"torch.autograd.backward, so its end would go unnoticed; call one of these"
-                )
+            self.refuse_unnoticed()
             self._begin_collecting()
         if not member.bucket.fits(member, gradient):
             self._unchanged.check_kinds()
         self.round.arrive(member, gradient)
+
+    def refuse_unnoticed(self) -> None:
+        """Raise in a backward that began without `begin_round`, and drop what it made."""
+        if backward.under_way():
+            return
+        if not self._hooked:
+            round.taken(self.followed)
+            self._show()
+        raise SherdError(
+            f"rank {self._comm.number}: this backward was not started by loss.backward() or "
+            f"torch.autograd.backward, so its end would go unnoticed; call one of these"
+        )
 
     def _begin_collecting(self, at_once: bool = True) -> None:
         """The first gradient of a round is here. Buckets may be launched `at_once`, before the round ends."""
@@ -154,7 +161,7 @@ class SummedGradients(GradientPath):
         try:
             self._sweep()
         except BaseException as error:
-            self.abandon_round(error)
+            self._fail(error)
             raise
         if self.round.state is round.State.COLLECTING:
             if self._reduces:
@@ -169,18 +176,20 @@ class SummedGradients(GradientPath):
 
     def _sweep(self, at_once: bool = True) -> None:
         """Take the gradients of this backward that autograd has left in `p.grad`, where there are no hooks."""
-        if self._hooked or self.round.state not in (round.State.OPEN, round.State.COLLECTING):
+        if self._hooked or self.round.state is not round.State.OPEN:
             return
-        if not at_once:
-            self.round.hold()
         if found := round.taken(self.followed):
-            if self.round.state is round.State.OPEN:
-                self._begin_collecting(at_once)
-            for member, gradient in found:
-                round.pass_on(member, gradient, self._comm.number, self)
+            self._begin_collecting(at_once)
+            passed_on = [round.pass_on(self._comm.number, member, gradient, self) for member, gradient in found]
+            for bucket in filter(None, passed_on):  # after all: none may seem to be incomplete
+                self.round.complete(bucket)
 
     def abandon_round(self, error: BaseException) -> None:
-        self._sweep(at_once=False)
+        with suppress(SherdError):  # this backward would have been refused as well: what it made is dropped
+            self._sweep(at_once=False)
+        self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
         self.round.fail(error)
         self._show()
 
@@ -345,9 +354,10 @@ class SummedGradients(GradientPath):
         for member in members:
             if member.bucket.sum_dtype != member.bucket.dtype:
                 member.parameter.grad_dtype = None  # any: `p.grad` shows the sum, and autograd makes its own
-        # One in each bucket, if there are no others: a backward that nobody was told of would go unnoticed.
+        # Where most are swept, one in each bucket only watches: a backward that nobody was told of would go unnoticed.
         those = members if self._hooked else [bucket.members[0] for bucket in theirs]
-        self._hooks.update({member: round.hook(member, self._comm.number, self) for member in those})
+        hook = partial(round.hook, self._comm.number) if self._hooked else round.watch
+        self._hooks.update({member: hook(member, self) for member in those})
         self._learned = False
 
     def leave(self) -> None:

@@ -264,8 +264,6 @@ def test_a_checksum_of_a_long_tensor_tells_single_elements_apart(dtype, numel):
     plain = torch.randn(numel).to(dtype)
     before = checksum(plain)
     assert before == checksum(plain.clone())
-    unaligned = torch.cat((plain[:1], plain))[1:]
-    assert before == checksum(unaligned)
     for index in (0, 1, numel // 2, numel - 1):
         other = plain.clone()
         other.view(torch.uint8)[index * dtype.itemsize] ^= 1  # the last bit
@@ -274,3 +272,22 @@ def test_a_checksum_of_a_long_tensor_tells_single_elements_apart(dtype, numel):
         other[[index, index - 7]] = other[[index - 7, index]]  # in one row, or in its columns
         assert checksum(other) != before, index
     assert checksum(plain.flip(0)) != before
+    assert checksum(-plain) != before
+    halves = plain.clone()
+    halves[1::2].neg_()
+    assert checksum(halves) != before
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [128, 256, 512])
+def test_a_checksum_tells_permutations_and_signs_of_regular_tensors_apart(dtype, size):
+    """Sums of rows and of columns are the same for all permutation matrices."""
+    eye, ones = torch.eye(size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    swapped = eye.clone()
+    swapped[[3, 9]] = swapped[[9, 3]]
+    others = [eye.roll(1, 0), eye.roll(2, 0), eye.roll(size // 2, 1), eye.flip(0), swapped, -eye, ones, -ones]
+    checkered = ones.clone()
+    checkered[::2, ::2] = checkered[1::2, 1::2] = -1
+    found = [checksum(each) for each in (eye, *others, checkered, -checkered)]
+    assert len({*found}) == len(found)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.checkpoint import checkpoint
 
-from sherd import LossScale, SherdError
+import sherd
+from sherd import ConfigError, LossScale, SherdError
 from sherd.layout.packing import SMALL_MODEL_BYTES
 from tests.helpers.training import (
     STRATEGIES,
@@ -66,22 +69,35 @@ class UsedTwice(nn.Module):
         return x
 
 
-def made_in_parts(transport):
+def muon_and_adamw(model):
+    matrices, vectors = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
+    return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(vectors, lr=0.01)
+
+
+def sgd_alone(model):
+    return (sgd(model),)
+
+
+def made_in_parts(transport, make):
     with connected(transport) as c:
         found = {}
         for strategy in STRATEGIES:
-            model, optimizer = distributed(c, strategy, make=UsedTwice)
+            model = UsedTwice()
+            model, *optimizers = sherd.distribute(model, *make(model), strategy=strategy, comm=c)
             for step in range(4):
                 x = torch.randn(7, 15, generator=torch.Generator().manual_seed(10 * step + c.rank), requires_grad=True)
                 model(x).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
             found[strategy] = weights(model)
         return found
 
 
-def test_a_gradient_in_two_parts_has_the_same_bits_over_every_transport(ranks):
-    host, c10d = (ranks(2).run(made_in_parts, transport)[0] for transport in ("host", "c10d"))
+@pytest.mark.parametrize("make", [sgd_alone, muon_and_adamw])
+def test_a_gradient_in_two_parts_has_the_same_bits_under_every_strategy_and_transport(ranks, make):
+    """Owned whole, as under Muon, parameters are packed otherwise than under ddp."""
+    host, c10d = (ranks(2).run(made_in_parts, transport, make)[0] for transport in ("host", "c10d"))
     for strategy in STRATEGIES:
         same(host[strategy], host["ddp"], strategy)
         same(c10d[strategy], host["ddp"], strategy)
@@ -136,23 +152,51 @@ def test_a_backward_that_fails_leaves_what_it_had_made(ranks):
     ranks(2).run(after_a_failure)
 
 
-def refused():
+def by_kind(model):
+    """Two groups: the first parameter of the bucket is not the first that gets a gradient."""
+    weights, biases = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
+    return torch.optim.SGD([{"params": weights}, {"params": biases, "weight_decay": 0.0}], lr=0.1)
+
+
+def refused(way):
     with connected() as c:
-        for strategy in STRATEGIES:
-            model, optimizer = distributed(c, strategy)
+        for strategy, make in itertools.product(STRATEGIES, (sgd, by_kind)):
+            model, optimizer = distributed(c, strategy, optimizer=make, **WAYS[way])
             with pytest.raises(SherdError, match="create_graph"):
                 loss_of(model, batch(c.rank)).backward(create_graph=True)
             assert all(parameter.grad is None for parameter in model.parameters())
-            handle = model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
-            with pytest.raises(SherdError, match="register_post_accumulate_grad_hook"):
-                loss_of(model, batch(c.rank)).backward()
-            handle.remove()
+            for parameter in (model[0].weight, model[2].bias):
+                handle = parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+                with pytest.raises(SherdError, match="register_post_accumulate_grad_hook"):
+                    loss_of(model, batch(c.rank)).backward()
+                handle.remove()
             loss_of(model, batch(c.rank)).backward()
             optimizer.step()
 
 
-def test_what_is_refused_in_hooks_is_refused_at_the_end(ranks):
-    ranks(2).run(refused)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_refused_in_hooks_is_refused_at_the_end(ranks, way):
+    ranks(2).run(refused, way)
+
+
+def refused_half_way(way):
+    """Nothing of a backward that is refused is counted."""
+    with connected() as c:
+        for strategy, make in itertools.product(STRATEGIES, (sgd, by_kind)):
+            once, _ = distributed(c, strategy, optimizer=make, **WAYS[way])
+            model, optimizer = distributed(c, strategy, optimizer=make, **WAYS[way])
+            for each in (once, model):
+                loss_of(each, batch(c.rank)).backward()
+            sherd.weigh(model, 3)
+            with pytest.raises(ConfigError, match="some backwards of one step were weighed"):
+                loss_of(model, batch(c.rank, 1)).backward()
+            same(gradients(model), gradients(once), strategy)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_of_a_refused_backward_is_counted(ranks, way):
+    ranks(2).run(refused_half_way, way)
 
 
 def scaled_together():

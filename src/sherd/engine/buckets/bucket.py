@@ -111,7 +111,7 @@ class Bucket:
         self.wire, self.sum_dtype = dtype_of(described.dtypes.wire), dtype_of(described.dtypes.sum)
         self.update_dtype = dtype_of(described.dtypes.update)
         self._norm_dtype = norm_dtype(self.sum_dtype)
-        self.grad_dtypes = {self.dtype, self.sum_dtype}
+        self.grad_dtypes = (self.dtype, self.sum_dtype)
         """What a program may set `p.grad` to."""
         self._by_entry = dict(zip(described.members, self.members, strict=True))
         for position, member in enumerate(self.members):

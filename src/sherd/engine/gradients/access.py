@@ -84,7 +84,7 @@ class GradAccess(ABC):
                 if member.used and member.bucket.shown:
                     member.used = False
                     rewritten.setdefault(member.bucket, {})[member] = None
-            elif gradient.dtype in (member.bucket.dtype, member.bucket.sum_dtype):
+            elif gradient.dtype in member.bucket.grad_dtypes:
                 member.used = True
                 self.assigned.append(member)
                 rewritten.setdefault(member.bucket, {})[member] = gradient

@@ -92,10 +92,6 @@ class Round:
         self._start(buckets, factor, label)
         self._factor, self._op = factor, op
 
-    def hold(self) -> None:
-        """Launch nothing more before the end of this round."""
-        self._op = None
-
     def _start(self, buckets: BucketList, factor: float, label: str) -> None:
         self._order = buckets.launch_order
         self.label = label
@@ -216,8 +212,11 @@ class Receiver(Protocol):
     def arrive(self, member: TrackedParameter, gradient: Tensor) -> None:
         """Take a gradient that is the first of a round, late, or not as its parameter."""
 
+    def refuse_unnoticed(self) -> None:
+        """Raise in a backward that was not announced."""
 
-def hook(member: TrackedParameter, rank: int, receiver: Receiver) -> RemovableHandle:
+
+def hook(rank: int, member: TrackedParameter, receiver: Receiver) -> RemovableHandle:
     """Pass on each gradient that autograd computes for a parameter, taken out of `p.grad`.
 
     References are weak: the garbage collector does not see cycles through torch's hooks.
@@ -228,9 +227,22 @@ def hook(member: TrackedParameter, rank: int, receiver: Receiver) -> RemovableHa
         gradient, known, receiver = parameter.grad, members(), receivers()
         if gradient is not None and known is not None and receiver is not None:
             parameter.grad = None
-            pass_on(known, gradient, rank, receiver)
+            if (complete := pass_on(rank, known, gradient, receiver)) is not None:
+                receiver.round.complete(complete)
 
     handle: RemovableHandle = member.parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def watch(member: TrackedParameter, receiver: Receiver) -> RemovableHandle:
+    """Refuse gradients of backwards that were not announced; leave all others in `p.grad`, to be `taken` at the end."""
+    receivers = weakref.ref(receiver)
+
+    def look(parameter: Tensor) -> None:
+        if (receiver := receivers()) is not None:
+            receiver.refuse_unnoticed()
+
+    handle: RemovableHandle = member.parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
     return handle
 
 
@@ -243,16 +255,17 @@ def taken(members: Iterable[TrackedParameter]) -> list[tuple[TrackedParameter, T
     return found
 
 
-def pass_on(member: TrackedParameter, gradient: Tensor, rank: int, receiver: Receiver) -> None:
-    """Give the round a gradient. This runs for every parameter in every backward, so the usual case is here: a
-    contribution to a bucket that was not launched yet."""
-    round, bucket = receiver.round, member.bucket
+def pass_on(rank: int, member: TrackedParameter, gradient: Tensor, receiver: Receiver) -> Bucket | None:
+    """Give the round a gradient; the bucket that it completed, if any. This runs for every parameter in every backward,
+    so the usual case is here: a contribution to a bucket that was not launched yet."""
+    bucket = member.bucket
     if gradient.requires_grad or gradient.layout is not torch.strided:
         receiver.arrive(member, _plain(gradient, member, rank))
-    elif round.state is not State.COLLECTING or bucket.launched or not bucket.fits(member, gradient):
+    elif receiver.round.state is not State.COLLECTING or bucket.launched or not bucket.fits(member, gradient):
         receiver.arrive(member, gradient)
     elif bucket.arrive(member, gradient):
-        round.complete(bucket)
+        return bucket
+    return None
 
 
 def _plain(gradient: Tensor, member: TrackedParameter, rank: int) -> Tensor:
