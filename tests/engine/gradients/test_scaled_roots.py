@@ -219,6 +219,24 @@ def test_a_backward_of_another_model_is_left_alone():
     seen.compare(implicit)
 
 
+@pytest.mark.usefixtures("uncollected")
+def test_a_scaled_model_may_be_collected_in_the_middle_of_a_backward():
+    def gradients(when):
+        Seen()  # dropped; its engine and its optimizer refer to each other
+        torch.manual_seed(0)
+        model = sherd.distribute(nn.Sequential(nn.Linear(15, 15), nn.Linear(15, 15)))
+        first = checkpoint(model[0], X.clone().requires_grad_(), use_reentrant=True)
+        second = checkpoint(model[1], first, use_reentrant=True)
+        if when == "inside":
+            second.register_hook(lambda _: gc.collect() and None)
+        else:
+            gc.collect()
+        second.square().mean().backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    same(gradients("inside"), gradients("before"))
+
+
 def test_a_gradient_that_is_hidden_from_the_walk_is_scaled_all_the_same(monkeypatch):
     monkeypatch.setattr(scaled_roots, "_walk", lambda roots: (set(), []))
     Seen().compare(implicit, factor=1.0)

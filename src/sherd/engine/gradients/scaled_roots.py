@@ -76,7 +76,8 @@ class RootScaling:
     @contextmanager
     def __call__(self, roots: Any, given: Any, outermost: bool) -> Iterator[Any]:
         """A backward runs inside: from these roots, and from the gradients that it yields instead of those `given`."""
-        if not self._followers or not (outermost or self.entered != 1.0):
+        followers = [*self._followers]  # held: what the garbage collector takes in the middle divides nothing any more
+        if not followers or not (outermost or self.entered != 1.0):
             yield given
             return
         single = isinstance(roots, GradientEdge) or not isinstance(roots, Sequence)  # an edge is a tuple itself
