@@ -74,7 +74,7 @@ class Lines:
             self._say(record)
 
     def close(self, record: RunRecord, well: bool) -> None:
-        if record.steps and (self._said < 0 or time.monotonic() >= self._due):
+        if len(record.steps) > max(self._said, 0):  # where it ended, too
             self._say(record)
 
     def _say(self, record: RunRecord) -> None:
