@@ -39,6 +39,7 @@ class Training:
     def __init__(self, engine: Engine, strategy: Strategy) -> None:
         self.engine = engine
         self.strategy = strategy
+        self._gradients = {each.optimizer: each for each in engine.gradients}
         self.recorders: dict[Optimizer, Recorder] = {}
         """Record every step of each optimizer, while events are on."""
 
@@ -173,7 +174,7 @@ class Training:
 
     def gradient(self, optimizer: Optimizer) -> Gradient:
         """What it steps from."""
-        return next(each for each in self.engine.gradients if each.optimizer is optimizer)
+        return self._gradients[optimizer]
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank."""

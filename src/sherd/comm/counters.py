@@ -63,7 +63,8 @@ class Counters:
     def end_step(self) -> None:
         """A training step is over, and the next one begins."""
         self.last_step = self._since(self._before)
-        self._before = self._copy()
+        if self.last_step:
+            self._before = self._copy()
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:

@@ -37,7 +37,7 @@ from sherd.engine.parameters.host_store import HostStore
 from sherd.engine.parameters.mesh import Mesh, Teams
 from sherd.engine.parameters.restore import tensors_as_they_are
 from sherd.engine.parameters.store import ParameterStore
-from sherd.engine.policy import AccumulateAt, ExchangePolicy, Home, Keeps, Owns
+from sherd.engine.policy import AccumulateAt, ExchangePolicy, Home, Keeps, Merges, Owns
 from sherd.engine.summed import SummedGradients
 from sherd.errors import ConfigError
 from sherd.layout.entry import Entry
@@ -186,7 +186,7 @@ def assemble(
         undo.callback(backward.forget, path)
     engine = Engine(options, Parts(teams, mesh, groups, policy, store, trained, unchanged, torn, summed, own))
     trained.shards = {
-        each: updater_for(each, buckets, owner, policy.merges, inventory.parameters, each in whole)
+        each: updater_for(each, buckets, owner, policy.merges is Merges.ALWAYS, inventory.parameters, each in whole)
         for each in optimizers
     }
     return engine

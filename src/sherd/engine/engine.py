@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -333,7 +333,7 @@ class Engine:
 
     def _context(self, gradient: Gradient) -> StepContext:
         shard = None if gradient.optimizer is None else self.shards[gradient.optimizer]
-        buckets, samples = self.buckets.of(gradient.optimizer), self.trained.samples
+        buckets, samples = self.trained.of(gradient), self.trained.samples
         return StepContext(gradient.calls, self.teams, buckets, self.store, shard, samples)
 
     @contextmanager
@@ -341,7 +341,7 @@ class Engine:
         """Parameters change inside: by a step of an optimizer, or by what teams exchange."""
         meets = self.path is self.summed or self.teams.count > 1 or self.policy.exchanges(s.step)
         self.unchanged.check(closely=meets)
-        with labelled(label):
+        with labelled(label) if meets else nullcontext():
             if self.unchanged.compares and meets:
                 # This also waits until no rank reads what is about to be updated.
                 several = [each.label for each in self.gradients] if len(self.gradients) > 1 else ()

@@ -72,6 +72,15 @@ class AccumulateAt(enum.Enum):
     """where the sum is kept: ranks exchange after every backward"""
 
 
+class Merges(enum.Enum):
+    """Whether small parameters are updated together, as one flat tensor with a flat gradient; else the user's optimizer
+    steps them one by one, from `p.grad`."""
+
+    ALWAYS = "always"
+    WHERE_IT_PAYS = "where it pays"
+    """gradients are not flat yet: copying them must cost less than is saved"""
+
+
 @dataclass
 class Drift:
     """How far the teams of a policy are from each other."""
@@ -122,9 +131,7 @@ class ExchangePolicy:
     accumulate_at = AccumulateAt.RANK
     shard_over: int | None = None
     """how many ranks make a group that shards one copy of the parameters; None: all"""
-    merges = True
-    """whether small parameters may be updated together, as one flat tensor with a flat gradient; else the user's
-    optimizer steps them one by one, from `p.grad`"""
+    merges = Merges.ALWAYS
     bucket_bytes: int | None = None
     """the size of a bucket, unless the user says; None: as fits the model"""
 

@@ -309,7 +309,7 @@ class SummedGradients(GradientPath):
 
     def forget(self, gradient: Gradient, keep_zeros: bool) -> None:
         buckets = self._trained.buckets
-        its = buckets.of(gradient.optimizer)
+        its = self._trained.of(gradient)
         gradient.weights.forget()
         if keep_zeros:
             self.access.collect(buckets)  # a gradient that the program set counts too

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sherd.comm import Communicator
-from sherd.engine.policy import ExchangePolicy, StepContext
+from sherd.engine.policy import ExchangePolicy, Merges, StepContext
 from sherd.strategies.base import Strategy
 from sherd.strategies.registry import register
 
@@ -27,9 +27,7 @@ class Apart(ExchangePolicy):
 class Alone(Apart):
     """The same, and no other rank ever has anything to do with the parameters."""
 
-    # Merging pays where a sum is flat already. Here gradients would have to be copied first: for a GPT of 1.2 M
-    # parameters in 76 tensors that costs 0.4 ms of a step, and its chunks 0.8 ms, more than merging saves.
-    merges = False
+    merges = Merges.WHERE_IT_PAYS
 
     def before_update(self, s: StepContext) -> None:
         """Nobody else reads them."""

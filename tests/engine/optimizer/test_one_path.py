@@ -157,14 +157,15 @@ def test_state_has_the_memory_order_of_its_parameter(ranks):
 
 @pytest.mark.fake
 @pytest.mark.parametrize("fused", [False, True])
-def test_in_a_world_of_one_the_users_own_optimizer_steps(fused):
-    """The loop of plain torch, with closures inside a window and a parameter that is moved."""
+def test_in_a_world_of_one_parameters_are_stepped_together_where_that_saves_calls(fused):
+    """The loop of plain torch, with closures inside a window and a parameter that is moved. Fused kernels take all
+    tensors in one call: the user's own optimizer steps, from `p.grad`."""
     plain = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 2))
     model = copy.deepcopy(plain)
     theirs, ours = (optim.AdamW(each.parameters(), lr=0.01, fused=fused) for each in (plain, model))
     sherd.distribute(model, ours, accumulate=2)
     shard = sherd.api.training.training_of(model).engine.shards[ours]
-    assert isinstance(shard, UnsplitOptimizer) and not shard.takes_closure
+    assert isinstance(shard, UnsplitOptimizer) == fused and not shard.takes_closure
     for step in range(3):
         for number in range(2):
             x = torch.randn(4, 5, generator=torch.Generator().manual_seed(2 * step + number))

@@ -113,7 +113,7 @@ class LayerMeter:
 
     @property
     def _buckets(self) -> tuple[Bucket, ...]:
-        return self._engine.buckets.of(self._gradient.optimizer)
+        return self._engine.trained.of(self._gradient)
 
     def _own(self) -> Iterator[tuple[TrackedParameter, Segment, Tensor]]:
         """The segments of the parameters that this rank owns."""

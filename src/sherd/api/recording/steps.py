@@ -72,7 +72,7 @@ class StepRecorder:
             "skipped": skipped,
             "lr": [_number(group.get("lr")) for group in self._optimizer.param_groups],
             # Each team has a gradient of its own; readers add up those of all ranks.
-            "norm_squared": self._gradient.own_squared(engine.buckets.of(self._optimizer)) / engine.teams.count,
+            "norm_squared": self._gradient.own_squared(engine.trained.of(self._gradient)) / engine.teams.count,
         }
         self._sent = sent
         if engine.scale is not None:

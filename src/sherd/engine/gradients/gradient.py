@@ -301,6 +301,11 @@ class Trained:
         self._buckets = buckets
         self.parts = [(gradient, buckets.of(gradient.optimizer)) for gradient in self.gradients]
         """Every gradient, with its buckets."""
+        self._by_gradient = dict(self.parts)
+
+    def of(self, gradient: Gradient) -> tuple[Bucket, ...]:
+        """The buckets of a gradient."""
+        return self._by_gradient[gradient]
 
     def thawed(self) -> list[TrackedParameter]:
         """Parameters that require a gradient and are not trained yet."""

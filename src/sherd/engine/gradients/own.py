@@ -116,7 +116,7 @@ class OwnGradients(GradientPath):
 
     def forget(self, gradient: Gradient, keep_zeros: bool) -> None:
         gradient.weights.forget()
-        buckets = self._trained.buckets.of(gradient.optimizer)
+        buckets = self._trained.of(gradient)
         if self._hidden:
             for member in (member for bucket in buckets for member in bucket.members):
                 self._hidden.pop(member.parameter, None)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sherd.engine.optimizer.inner import hyper_parameters
+from sherd.engine.optimizer.inner import hyper_parameters, is_torchs
 from sherd.engine.optimizer.probe import BY_CLOSURE, Probe, WhyNot
 from sherd.engine.optimizer.regimes import RANDOM, SPECIAL
 from sherd.optim.layerwise import is_layerwise
@@ -76,11 +76,11 @@ def merging_unit(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dt
     themselves, on this machine."""
     if is_layerwise(optimizer):
         return 0  # it must see where a layer ends
-    if "param_names" in group and not _is_torchs(optimizer):
+    if "param_names" in group and not is_torchs(optimizer):
         return 0  # it may follow the names
     hyper = _probed(group)
     key = type(optimizer), repr(_rough(hyper)), dtype
-    if _is_torchs(optimizer) and key in _merging:
+    if is_torchs(optimizer) and key in _merging:
         return _merging[key]
     model = next((each for each in group["params"] if each.numel() and optimizer.state.get(each)), None)
     device = next((each.device for each in group["params"] if not each.is_meta), torch.device("cpu"))
@@ -91,7 +91,7 @@ def merging_unit(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dt
             # In 16 bits the rounding hides most differences: no run is long enough to show that there are none.
             if not found and (dtype.itemsize > 2 or unit == 64) and probe.same_merged() and not called:
                 found = unit
-    return _merging.setdefault(key, found) if _is_torchs(optimizer) else found
+    return _merging.setdefault(key, found) if is_torchs(optimizer) else found
 
 
 _merging: dict[Any, int] = {}
@@ -99,7 +99,7 @@ _merging: dict[Any, int] = {}
 
 def _key(optimizer: Optimizer) -> Any:
     """What the answer depends on, if that is known; None for a user's class, which may depend on anything."""
-    if not _is_torchs(optimizer) or optimizer.state:
+    if not is_torchs(optimizer) or optimizer.state:
         return None
     groups = []
     for group in optimizer.param_groups:
@@ -124,7 +124,7 @@ def own_collective(optimizer: Optimizer) -> str | None:
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
-    if _is_torchs(optimizer):
+    if is_torchs(optimizer):
         return None  # torch's own optimizers call none
     with undisturbed(optimizer) as called:
         for probe in _probes(optimizer, _ROUND):
@@ -161,10 +161,6 @@ def undisturbed(optimizer: Optimizer) -> Iterator[list[str]]:
             yield called
     finally:
         random.setstate(before)
-
-
-def _is_torchs(optimizer: Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _is_large(parameter: Tensor) -> bool:

@@ -1,4 +1,5 @@
-"""How much optimizer state a first step will create, and what a step costs: found by stepping a copy.
+"""How much optimizer state a first step will create, what a step costs, and whether it costs less for merged tensors:
+found by stepping a copy.
 
 A table of optimizers would not do: the answers depend on their options, and users write their own optimizers.
 """
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from sherd.engine.buckets.tracked import TrackedParameter
@@ -87,6 +89,56 @@ def _scaled(shape: Sequence[int], real: Sequence[int]) -> list[int]:
     small = _SIZES[: len(real)]
     sizes = {**dict(zip(small, real, strict=True)), math.prod(small): math.prod(real)} if real else {}
     return [sizes.get(size, size) for size in shape]
+
+
+ELEMENTS_PER_CALL = 1000
+"""How many elements of gradients can be copied together in the time of a call of torch. For AdamW, which makes ten calls for
+each tensor, merging makes steps of a GPT of 1.2 M parameters in 292 tensors 14% faster, and of one of 0.4 M in 40 tensors
+1%; those of one of 1.2 M in 76 tensors would take 2% longer."""
+
+
+def merging_pays(optimizer: Optimizer) -> bool:
+    """Whether calls of torch that merging saves take longer than copying gradients to one another."""
+    calls = elements = 0
+    for group in optimizer.param_groups:
+        its = [each for each in group["params"] if each.requires_grad]
+        elements += sum(each.numel() for each in its)
+        calls += len(its) * _calls(optimizer, group, its[0].dtype) if its else 0
+    return calls * ELEMENTS_PER_CALL > elements
+
+
+def _calls(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> int:
+    """Calls of torch in a step for each tensor. Optimizers that take all tensors in one call make none."""
+    one, two = (_counted(optimizer, group, dtype, tensors) for tensors in (1, 2))
+    return two - one
+
+
+def _counted(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, tensors: int) -> int:
+    """Calls of torch in the second step of so many tensors."""
+    small = [torch.ones(3, 5, dtype=dtype) for _ in range(tensors)]
+    for each in small:
+        each.grad = torch.ones_like(each)
+    groups = [{**deepcopy(hyper_parameters(group)), "params": small}]
+    counter = _Calls()  # type: ignore[no-untyped-call]
+    try:
+        with undisturbed(optimizer), torch.no_grad():
+            inner = inner_optimizer(type(optimizer), deepcopy(inherited(optimizer)), groups, defaultdict(dict))
+            step_unhooked(inner)
+            with counter:
+                step_unhooked(inner)
+    except Exception:  # a user's optimizer may raise anything
+        return 0
+    return counter.count
+
+
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts calls of torch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 PER_ELEMENT = 128

@@ -44,6 +44,11 @@ def step_unhooked(optimizer: Optimizer, kind: type[Optimizer] | None = None, *ar
     return step(optimizer, *arguments)
 
 
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether its class is one of torch's own, of which it is known what they do."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,8 +14,9 @@ from torch.optim import Optimizer
 from sherd.comm import Communicator
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.optimizer.elementwise import why_not_elementwise
+from sherd.engine.optimizer.forecast import merging_pays
 from sherd.engine.optimizer.groups import Groups
-from sherd.engine.optimizer.inner import step_unhooked
+from sherd.engine.optimizer.inner import is_torchs, step_unhooked
 from sherd.engine.optimizer.runs import Part
 from sherd.engine.optimizer.shard import OptimizerShard
 from sherd.engine.optimizer.state import state_bytes
@@ -45,14 +47,16 @@ class UnsplitOptimizer:
         self._buckets = buckets
         make_masters({member.bucket for member in self._users.follow(buckets).values()})
         self._with_masters = with_masters(buckets.parameters)
-        self._parameters = [member.parameter for member in buckets.parameters]
-        self._homes = [member.home.data_ptr() for member in buckets.parameters]
+        # torch's own write into parameters; others may put new tensors in their place.
+        moving = () if is_torchs(self._optimizer) else buckets.parameters
+        self._parameters = [member.parameter for member in moving]
+        self._homes = [member.home.data_ptr() for member in moving]
 
     def step(self, closure: Any = None) -> Any:
         """One update, in which the closure may be called several times."""
         self._users.read()
         arguments = () if closure is None else (closure,)
-        with stepping_masters(self._with_masters):
+        with stepping_masters(self._with_masters) if self._with_masters else nullcontext():
             loss = step_unhooked(self._optimizer, self._kind, *arguments)
         if [parameter.data_ptr() for parameter in self._parameters] != self._homes:
             for member in self._buckets.parameters:
@@ -98,14 +102,14 @@ def updater_for(
     optimizer: Optimizer,
     buckets: BucketList,
     owner: int | None,
-    merges: bool,
+    flat: bool,
     known: Iterable[nn.Parameter] = (),
     whole: bool = False,
 ) -> Updater:
-    """What steps the parameters of `owner`, or everything; where that is elementwise and `merges`, in runs. An owner of
-    `whole` parameters steps each of them as it is."""
+    """What steps the parameters of `owner`, or everything; where that is elementwise, in runs, if gradients are `flat`
+    or copying them pays. An owner of `whole` parameters steps each of them as it is."""
     if owner is None:
         elementwise = not why_not_elementwise(optimizer)
-        if not (elementwise and merges):
+        if not (elementwise and (flat or merging_pays(optimizer))):
             return UnsplitOptimizer(optimizer, buckets, takes_closure=not elementwise, known=known)
     return (WholeShard if whole else OptimizerShard)(optimizer, buckets, owner, known)
