@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def checksum(tensor: Tensor) -> int:
-    """A hash of a tensor's bits in element order, below 2**63: it almost always changes when a bit or the order does."""
+    """A hash below 2**63 of a tensor's bits in element order: it almost always changes when a bit or the order does."""
     flat = tensor.detach().reshape(-1).cpu()
     if flat.is_meta or not flat.nbytes:
         return 0
