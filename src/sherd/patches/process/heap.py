@@ -43,6 +43,13 @@ def uninstall() -> None:
         _set_limits(_DEFAULT, _DEFAULT, raised=False)
 
 
+def return_freed() -> None:
+    """Return memory that was freed to the kernel, wherever in the heap it is, where the C library can do that."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
 def _set_limits(trim: int, mmap: int, raised: bool) -> None:
     """Set the limits if there are any: other allocators and C libraries do not have the call."""
     global _raised
