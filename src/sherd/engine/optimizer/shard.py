@@ -69,8 +69,8 @@ ranks was there twice: 24 bytes per parameter at the peak instead of 18."""
 
 
 BETWEEN_TRIMS = 8
-"""After how many batches of a first step what they freed goes back to the kernel. Counters, which stay, lie between it,
-and glibc does not use it again: of a GPT of 98 M parameters that is 120 MB on each of two ranks, 25 on each of eight."""
+"""After how many batches of a first step what they freed goes back to the kernel. Counters, which stay, lie between
+it, and glibc does not use it again: of a GPT of 98 M parameters 120 MB on each of two ranks, 25 on each of eight."""
 
 
 class Condition(enum.Enum):
