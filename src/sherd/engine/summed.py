@@ -178,7 +178,10 @@ class SummedGradients(GradientPath):
         """Take the gradients of this backward that autograd has left in `p.grad`, where there are no hooks."""
         if self._hooked or self.round.state is not round.State.OPEN:
             return
-        if found := round.taken(self.followed):
+        found = round.taken(self.followed)
+        if not found:  # a program's own hook may have taken all
+            round.refuse_other_hooks(self.followed, self._hooks, self._comm.number)
+        else:
             self._begin_collecting(at_once)
             passed_on = [round.pass_on(self._comm.number, member, gradient, self) for member, gradient in found]
             for bucket in filter(None, passed_on):  # after all: none may seem to be incomplete

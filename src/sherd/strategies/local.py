@@ -30,10 +30,14 @@ class Alone(Apart):
     merges = Merges.WHERE_IT_PAYS
 
     def before_update(self, s: StepContext) -> None:
-        """Nobody else reads them."""
+        """Nobody else reads them. Those that are stepped together have to be in flat memory."""
+        if s.shard is not None and s.shard.reads_sums:
+            super().before_update(s)
 
     def after_update(self, s: StepContext) -> None:
-        """They were updated where the program has them."""
+        """Where the user's own optimizer steps, they were updated where the program has them."""
+        if s.shard is not None and s.shard.reads_sums:
+            super().after_update(s)
 
 
 @register("local", elsewhere=("single", "none", "no communication"))

@@ -253,6 +253,7 @@ def test_a_checksum_tells_order_sign_and_nan_apart(dtype):
     plain = torch.tensor([0.0, 1.0, 2.0, float("nan")]).to(dtype)
     assert checksum(plain) == checksum(plain.clone())
     assert checksum(plain) != checksum(plain.flip(0))
+    assert checksum(torch.stack([plain, plain.flip(0)], 1)[:, 0]) == checksum(plain)
     if dtype is not torch.bool:
         assert checksum(torch.zeros(3, dtype=dtype)) != checksum(-torch.zeros(3, dtype=dtype))
 

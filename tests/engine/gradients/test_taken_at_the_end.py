@@ -170,8 +170,17 @@ def refused(way):
                 with pytest.raises(SherdError, match="register_post_accumulate_grad_hook"):
                     loss_of(model, batch(c.rank)).backward()
                 handle.remove()
+            takers = [parameter.register_post_accumulate_grad_hook(take) for parameter in model.parameters()]
+            with pytest.raises(SherdError, match="register_post_accumulate_grad_hook"):
+                loss_of(model, batch(c.rank)).backward()
+            for taker in takers:
+                taker.remove()
             loss_of(model, batch(c.rank)).backward()
             optimizer.step()
+
+
+def take(parameter):
+    parameter.grad = None
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -10,6 +10,7 @@ import torch
 from torch import nn, optim
 
 import sherd
+from sherd.engine.optimizer.forecast import merging_pays
 from sherd.engine.optimizer.shard import OptimizerShard
 from sherd.engine.optimizer.unsplit import UnsplitOptimizer
 from sherd.errors import SherdError
@@ -195,3 +196,54 @@ def test_in_a_world_of_one_parameters_are_stepped_together_where_that_saves_call
 
 def _pairs(model, plain):
     return zip(model.parameters(), plain.parameters(), strict=True)
+
+
+def small(optimizer=optim.AdamW, **options):
+    """A model in a world of one whose parameters are stepped together."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 2))
+    ours = optimizer(model.parameters(), **{"lr": 0.01, **options})
+    sherd.distribute(model, ours)
+    return model, ours, torch.ones(4, 5)
+
+
+@pytest.mark.fake
+def test_a_graph_from_before_a_step_is_refused_in_a_world_of_one():
+    model, optimizer, x = small()
+    first, second = model(x).square().mean(), model(x).square().mean()
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+
+
+@pytest.mark.fake
+def test_a_model_in_shared_memory_is_trained_in_a_world_of_one():
+    model, optimizer, x = small()
+    model.share_memory()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model(x).square().mean().backward()
+    optimizer.step()
+    assert all(parameter.is_shared() for parameter in model.parameters())
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+class Own(optim.SGD):
+    """A user's own."""
+
+
+@pytest.mark.fake
+def test_when_stepping_tensors_together_pays():
+    def pays(*shapes, kind=optim.AdamW, **options):
+        its = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+        return merging_pays(kind(its, **{"lr": 0.01, **options}))
+
+    few, many = [(100, 1000)] * 2, [(8, 8)] * 20
+    assert pays(*many) and not pays(*few)
+    assert not pays(*many, fused=True)
+    assert pays(*many, kind=optim.SGD, momentum=0.9)
+    assert not pays(*many, kind=Own, momentum=0.9)  # it may look at attributes of parameters
+    assert not pays(*many, kind=sherd.optim.LARS)  # which is not merged
+    alone = [{"params": [nn.Parameter(torch.ones(8, 8))]} for _ in range(20)]
+    assert not merging_pays(optim.AdamW(alone, lr=0.01))
+    partly = [nn.Parameter(torch.ones(8, 8), requires_grad=bool(number)) for number in range(20)]
+    assert not merging_pays(optim.AdamW(partly, lr=0.01))

@@ -70,11 +70,12 @@ class Lines:
         self._said = -1
 
     def show(self, record: RunRecord) -> None:
-        if time.monotonic() >= self._due and len(record.steps) > self._said:
+        if time.monotonic() >= self._due and len(record.steps) not in (0, self._said):
             self._say(record)
 
     def close(self, record: RunRecord, well: bool) -> None:
-        if len(record.steps) > max(self._said, 0):  # where it ended, too
+        # Where it ended, too. After a failure the message about that comes last.
+        if (well or self._said < 0) and len(record.steps) not in (0, self._said):
             self._say(record)
 
     def _say(self, record: RunRecord) -> None:

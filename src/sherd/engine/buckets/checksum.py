@@ -10,7 +10,7 @@ from torch import Tensor
 
 def checksum(tensor: Tensor) -> int:
     """A hash below 2**63 of a tensor's bits in element order: it almost always changes when a bit or the order does."""
-    flat = tensor.detach().reshape(-1).cpu()
+    flat = tensor.detach().reshape(-1).contiguous().cpu()  # one dimension may have strides, too
     if flat.is_meta or not flat.nbytes:
         return 0
     memory = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())

@@ -19,6 +19,7 @@ from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.gradients.gradient import Gradient, Trained
 from sherd.engine.gradients.path import GradientPath, refuse_pointless
+from sherd.engine.gradients.round import dense
 from sherd.engine.parameters.isolation import bypass_torch_function
 from sherd.layout.norms import added, block_norms
 from sherd.layout.placement import BLOCK, padded
@@ -139,13 +140,15 @@ class OwnGradients(GradientPath):
                 if len(bucket.members) == 1:
                     gradient = bucket.members[0].parameter.grad
                     if gradient is not None:
-                        bucket.owned_sum = bucket.members[0].entry.flattened(_dense(gradient).detach())
+                        bucket.owned_sum = bucket.members[0].entry.flattened(
+                            dense(gradient, bucket.members[0]).detach()
+                        )
                     continue
                 bucket.owned_sum, views = self._flat_of(bucket)
                 for member, view in zip(bucket.members, views, strict=True):
                     if member.used:
                         targets.append(view)
-                        sources.append(_dense(member.parameter.grad))  # type: ignore[arg-type]
+                        sources.append(dense(member.parameter.grad, member))  # type: ignore[arg-type]
             if targets:
                 torch._foreach_copy_(targets, sources)
 
@@ -250,7 +253,3 @@ def _grads(buckets: Iterable[Bucket]) -> list[Tensor]:
     with bypass_torch_function():
         found = [member.parameter.grad for bucket in buckets for member in bucket.members]
     return [gradient for gradient in found if gradient is not None]
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()

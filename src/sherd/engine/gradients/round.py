@@ -275,7 +275,14 @@ def _plain(gradient: Tensor, member: TrackedParameter, rank: int) -> Tensor:
             f"rank {rank}: backward(create_graph=True) on a distributed model would lose the graph of its "
             f"gradients; take the inner gradient with torch.autograd.grad(..., create_graph=True)"
         )
+    return dense(gradient, member)
+
+
+def dense(gradient: Tensor, member: TrackedParameter) -> Tensor:
+    """The gradient itself, unless it is sparse."""
+    if gradient.layout is torch.strided:
+        return gradient
     if not member.warned:
         member.warned = True
-        log.warning("the gradient of %r is sparse; it is reduced as a dense one, which takes more memory", member.name)
+        log.warning("the gradient of %r is sparse; it is used as a dense one, which takes more memory", member.name)
     return gradient.to_dense()

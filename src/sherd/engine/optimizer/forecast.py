@@ -7,7 +7,7 @@ A table of optimizers would not do: the answers depend on their options, and use
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -19,8 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from sherd.engine.buckets.tracked import TrackedParameter
-from sherd.engine.optimizer.elementwise import undisturbed
-from sherd.engine.optimizer.inner import hyper_parameters, inherited, inner_optimizer, step_unhooked
+from sherd.engine.optimizer.elementwise import merging_unit, undisturbed
+from sherd.engine.optimizer.inner import (
+    hyper_parameters,
+    inherited,
+    inner_optimizer,
+    is_torchs,
+    step_unhooked,
+)
 from sherd.layout.placement import padded
 
 _SIZES = (3, 5, 7, 11, 13, 17, 19, 23)
@@ -98,24 +104,35 @@ in 40 tensors 1.5%; those of one of 1.2 M in 76 tensors would take 2% longer."""
 
 
 def merging_pays(optimizer: Optimizer) -> bool:
-    """Whether calls of torch that merging saves take longer than copying gradients to one another."""
-    calls = elements = 0
+    """Whether calls of torch that merging saves take longer than copying gradients to one another.
+
+    Only torch's own optimizers, with all parameters trained: a user's may look at attributes of a parameter, and would
+    step a frozen one that the program gave a gradient.
+    """
+    tensors = [each for group in optimizer.param_groups for each in group["params"]]
+    if not (is_torchs(optimizer) and all(each.requires_grad for each in tensors)):
+        return False
+    saved = 0
     for group in optimizer.param_groups:
-        its = [each for each in group["params"] if each.requires_grad]
-        elements += sum(each.numel() for each in its)
-        calls += len(its) * _calls(optimizer, group, its[0].dtype) if its else 0
-    return calls * ELEMENTS_PER_CALL > elements
+        alike = Counter((each.dtype, each.device) for each in group["params"])
+        saved += sum((count - 1) * _calls(optimizer, group, *kind) for kind, count in alike.items() if count > 1)
+    elements: int = sum(each.numel() for each in tensors)
+    return saved * ELEMENTS_PER_CALL > elements
 
 
-def _calls(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> int:
-    """Calls of torch in a step for each tensor. Optimizers that take all tensors in one call make none."""
-    one, two = (_counted(optimizer, group, dtype, tensors) for tensors in (1, 2))
+def _calls(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> int:
+    """Calls of torch in a step that each tensor costs, and need not if it is merged. Fused optimizers make none."""
+    if device.type == "meta" or not merging_unit(optimizer, group, dtype):
+        return 0
+    one, two = (_counted(optimizer, group, dtype, device, tensors) for tensors in (1, 2))
     return two - one
 
 
-def _counted(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, tensors: int) -> int:
+def _counted(
+    optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device, tensors: int
+) -> int:
     """Calls of torch in the second step of so many tensors."""
-    small = [torch.ones(3, 5, dtype=dtype) for _ in range(tensors)]
+    small = [torch.ones(3, 5, dtype=dtype, device=device) for _ in range(tensors)]
     for each in small:
         each.grad = torch.ones_like(each)
     groups = [{**deepcopy(hyper_parameters(group)), "params": small}]

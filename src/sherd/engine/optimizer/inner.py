@@ -46,7 +46,7 @@ def step_unhooked(optimizer: Optimizer, kind: type[Optimizer] | None = None, *ar
 
 def is_torchs(optimizer: Optimizer) -> bool:
     """Whether its class is one of torch's own, of which it is known what they do."""
-    return type(optimizer).__module__.startswith("torch.optim.")
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -130,6 +130,7 @@ class OptimizerShard:
         self._table: LayerTable | None = None  # of norms that ranks gather, if layers are cut
         self._stale = True  # whether the runs must be found again
         self._fresh = True  # whether they were not stepped yet
+        self._first = True  # whether nothing was
         self._units = cache(lambda group, dtype: merging_unit(optimizer, optimizer.param_groups[group], dtype))
         self.condition = Condition.CLEAN
         for index, group in enumerate(optimizer.param_groups if self.merges else ()):
@@ -185,13 +186,13 @@ class OptimizerShard:
                     portion.prefetch()
                 last = number + 1 == len(batches)
                 self._step_batch(each, changed, last)
-                if self._fresh and number and (last or not number % BETWEEN_TRIMS):
+                if self._first and number and (last or not number % BETWEEN_TRIMS):
                     heap.return_freed()
             self.condition = Condition.CLEAN
         finally:
             if self.condition is Condition.STEPPING:
                 self.condition = Condition.TORN
-        self._fresh = False
+        self._fresh = self._first = False
         if not self._counters.follow():  # state is created in the first step
             self._counters = Counters(self._runs, self._flats)
             self._stale = True

@@ -16,7 +16,7 @@ from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.optimizer.elementwise import why_not_elementwise
 from sherd.engine.optimizer.forecast import merging_pays
 from sherd.engine.optimizer.groups import Groups
-from sherd.engine.optimizer.inner import is_torchs, step_unhooked
+from sherd.engine.optimizer.inner import step_unhooked
 from sherd.engine.optimizer.runs import Part
 from sherd.engine.optimizer.shard import OptimizerShard
 from sherd.engine.optimizer.state import state_bytes
@@ -47,10 +47,8 @@ class UnsplitOptimizer:
         self._buckets = buckets
         make_masters({member.bucket for member in self._users.follow(buckets).values()})
         self._with_masters = with_masters(buckets.parameters)
-        # torch's own write into parameters; others may put new tensors in their place.
-        moving = () if is_torchs(self._optimizer) else buckets.parameters
-        self._parameters = [member.parameter for member in moving]
-        self._homes = [member.home.data_ptr() for member in moving]
+        self._parameters = [member.parameter for member in buckets.parameters]
+        self._homes = [member.home.data_ptr() for member in buckets.parameters]
 
     def step(self, closure: Any = None) -> Any:
         """One update, in which the closure may be called several times."""

@@ -32,8 +32,7 @@ _raised = False
 def install() -> None:
     """With `SHERD_KEEP_FREED_MEMORY=1`, raise glibc's limits for the whole process, unless the user has set them
     (`MALLOC_TRIM_THRESHOLD_` and others)."""
-    chosen = any(name in os.environ for name in _CHOICES) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if flag_from_env(VARIABLE, False) and not chosen and not _raised:
+    if flag_from_env(VARIABLE, False) and not _chosen() and not _raised:
         _set_limits(KEPT_BYTES, _LARGEST_IN_HEAP, raised=True)
 
 
@@ -44,10 +43,16 @@ def uninstall() -> None:
 
 
 def return_freed() -> None:
-    """Return memory that was freed to the kernel, wherever in the heap it is, where the C library can do that."""
+    """Return memory that was freed to the kernel, wherever in the heap it is, where the C library can do that; not if
+    it is to stay in the process."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
+    if trim is not None and not _raised and not _chosen():
         trim(0)
+
+
+def _chosen() -> bool:
+    """Whether the user has set glibc's limits."""
+    return any(name in os.environ for name in _CHOICES) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
 
 
 def _set_limits(trim: int, mmap: int, raised: bool) -> None:
