@@ -67,6 +67,7 @@ class SummedGradients(GradientPath):
         self._torn = torn
         self._adds_up_here = adds_up_here
         self._hooked = hooked  # or most gradients are taken when a backward has ended
+        self._noticed = False  # whether a gradient of this backward was seen where most are swept
         self._uniform = False  # whether every rank used every parameter in the last round
         self._learned = False  # whether the launch order is that of rank 0's gradients
         self._waiting = False  # whether there may be contributions of earlier rounds, with the scale of those
@@ -87,6 +88,7 @@ class SummedGradients(GradientPath):
     def begin_round(self) -> None:
         if self.round.state is round.State.FAILED:
             return  # other models of this process may go on
+        self._noticed = False
         self._unfreeze_if_asked()
         parts = self._trained.parts
         filling = [bucket for gradient, its in parts if not gradient.window.whole for bucket in its]
@@ -107,6 +109,10 @@ class SummedGradients(GradientPath):
         if not member.bucket.fits(member, gradient):
             self._unchanged.check_kinds()
         self.round.arrive(member, gradient)
+
+    def notice(self) -> None:
+        self._noticed = True
+        self.refuse_unnoticed()
 
     def refuse_unnoticed(self) -> None:
         """Raise in a backward that began without `begin_round`, and drop what it made."""
@@ -179,9 +185,9 @@ class SummedGradients(GradientPath):
         if self._hooked or self.round.state is not round.State.OPEN:
             return
         found = round.taken(self.followed)
-        if not found:  # a program's own hook may have taken all
+        if self._noticed and not found:  # hooks of the program have taken all
             round.refuse_other_hooks(self.followed, self._hooks, self._comm.number)
-        else:
+        if found:
             self._begin_collecting(at_once)
             passed_on = [round.pass_on(self._comm.number, member, gradient, self) for member, gradient in found]
             for bucket in filter(None, passed_on):  # after all: none may seem to be incomplete

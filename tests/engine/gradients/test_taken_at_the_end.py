@@ -171,6 +171,7 @@ def refused(way):
                     loss_of(model, batch(c.rank)).backward()
                 handle.remove()
             takers = [parameter.register_post_accumulate_grad_hook(take) for parameter in model.parameters()]
+            nn.Linear(1, 1)(torch.ones(1, 1)).backward()  # of another model
             with pytest.raises(SherdError, match="register_post_accumulate_grad_hook"):
                 loss_of(model, batch(c.rank)).backward()
             for taker in takers:

@@ -212,8 +212,8 @@ class Receiver(Protocol):
     def arrive(self, member: TrackedParameter, gradient: Tensor) -> None:
         """Take a gradient that is the first of a round, late, or not as its parameter."""
 
-    def refuse_unnoticed(self) -> None:
-        """Raise in a backward that was not announced."""
+    def notice(self) -> None:
+        """A gradient was made for a parameter that is watched. Raise in a backward that was not announced."""
 
 
 def hook(rank: int, member: TrackedParameter, receiver: Receiver) -> RemovableHandle:
@@ -240,7 +240,7 @@ def watch(member: TrackedParameter, receiver: Receiver) -> RemovableHandle:
 
     def look(parameter: Tensor) -> None:
         if (receiver := receivers()) is not None:
-            receiver.refuse_unnoticed()
+            receiver.notice()
 
     handle: RemovableHandle = member.parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
     return handle
