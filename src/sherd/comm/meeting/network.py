@@ -20,8 +20,6 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-import psutil
-
 from sherd.errors import ConfigError
 
 IFNAME = "GLOO_SOCKET_IFNAME"
@@ -103,6 +101,8 @@ def told(interface: Interface | None) -> Iterator[None]:
 
 def interface_of(address: str) -> Interface | None:
     """The interface of this host with this address; None if there is none."""
+    import psutil  # late: a rank that meets others on its own host only does without
+
     wanted, scope = _parsed(address), address.partition("%")[2]
     found = [
         Interface(name, entry.address)
@@ -115,6 +115,8 @@ def interface_of(address: str) -> Interface | None:
 
 def loopback() -> Interface | None:
     """The loopback interface, whatever it is called; None if it is down."""
+    import psutil
+
     for name, about in psutil.net_if_stats().items():
         if about.isup and "loopback" in about.flags.split(","):
             return _with_address(name)
@@ -150,12 +152,16 @@ def means_loopback(address: str) -> bool:
 
 def _only_one_up() -> Interface | None:
     """The interface that is up and not loopback, if there is just one."""
+    import psutil
+
     up = [name for name, about in psutil.net_if_stats().items() if about.isup and "loopback" not in about.flags]
     found = [interface for interface in map(_with_address, up) if interface]
     return found[0] if len(found) == 1 else None
 
 
 def _with_address(name: str) -> Interface | None:
+    import psutil
+
     families = (socket.AF_INET, socket.AF_INET6)  # IPv4 first, as gloo does
     entries = [entry for entry in psutil.net_if_addrs().get(name, []) if entry.family in families]
     entries.sort(key=lambda entry: families.index(entry.family))

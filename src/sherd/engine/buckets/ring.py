@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -37,6 +38,15 @@ class Slot:
         self.memory = memory
         self.filled_with: PieceFiller | None = None
         """The piece that was put into it last."""
+        self._views: dict[tuple[torch.dtype, int, int], Tensor] = {}
+
+    def view(self, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        """Elements `[start, stop)`. Pieces share their views, as those of large members are cut alike: a rank of 8 would
+        keep 2,500 tensors for a GPT of 98 M parameters, 2 MB."""
+        place = (dtype, start, stop)
+        if (view := self._views.get(place)) is None:
+            view = self._views[place] = self.memory[start * dtype.itemsize : stop * dtype.itemsize].view(dtype)
+        return view
 
 
 class Part(NamedTuple):
@@ -63,7 +73,7 @@ class PieceFiller:
         self, piece: Piece, members: Mapping[int, TrackedParameter], rank: int, dtype: torch.dtype, wire: torch.dtype
     ) -> None:
         self.start, self.stop = piece.start, piece.stop
-        self._nbytes, self._wire = piece.numel * wire.itemsize, wire
+        self._numel, self._wire = piece.numel, wire
         self._own: Part | None = None
         self._whole: list[tuple[TrackedParameter, int]] = []  # with their offsets in the slot
         self._cut: list[tuple[Part, int]] = []
@@ -110,11 +120,11 @@ class PieceFiller:
 
     def _look_at(self, slot: Slot) -> None:
         """Make views of another slot."""
-        self._slot, flat = slot, slot.memory[: self._nbytes].view(self._wire)
-        self._flat = flat
-        shaped = [member.entry.shaped(flat[at : at + member.entry.numel]) for member, at in self._whole]
-        self._views = shaped + [flat[at : at + part.stop - part.start] for part, at in self._cut]
-        self._gap_views = [flat[start:stop] for start, stop in self._gaps]
+        self._slot, view = slot, partial(slot.view, self._wire)
+        self._flat = flat = view(0, self._numel)
+        self._views = [member.entry.shaped(flat[at : at + member.entry.numel]) for member, at in self._whole]
+        self._views += [view(at, at + part.stop - part.start) for part, at in self._cut]
+        self._gap_views = [view(start, stop) for start, stop in self._gaps]
 
 
 class Ring:
