@@ -187,7 +187,8 @@ def _distribute(
             plan.compare(ranks)
             carry_out(plan, ranks, undo)
         undo.pop_all()
-    heap.return_freed()  # where parameters were: 10 MB on each of 8 ranks of a model of 98 M
+    if ranks.world > 1:
+        heap.return_freed()  # where parameters were: 10 MB on each of 8 ranks of a model of 98 M
     process.distributed_over(ranks, plan.options.accumulate, made_here=ranks is not comm)
     seeding.by_rank(ranks)
     return things if len(things) > 1 else things[0]

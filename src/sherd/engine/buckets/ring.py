@@ -45,8 +45,8 @@ class Slot:
         self._views: dict[tuple[torch.dtype, int, int], Tensor] = {}
 
     def view(self, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """Elements `[start, stop)`. Pieces share their views, as those of large members are cut alike: a rank of 8 would
-        keep 2,500 tensors for a GPT of 98 M parameters, 2 MB."""
+        """Elements `[start, stop)`. Pieces share their views, as those of large members are cut alike: else a rank of 8
+        kept 2,500 tensors for a GPT of 98 M parameters, 2 MB."""
         place = (dtype, start, stop)
         if (view := self._views.get(place)) is None:
             view = self._views[place] = self.memory[start * dtype.itemsize : stop * dtype.itemsize].view(dtype)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,8 @@ from sherd.engine.parameters.isolation import bypass_torch_function
 from sherd.engine.parameters.masters import follow_edits, put_masters, whole_masters
 from sherd.engine.parameters.store import ParameterStore, take_from_leader
 from sherd.errors import Diverged, SherdError
+
+_END = object()
 
 Kind = tuple[tuple[int, ...], torch.dtype, torch.Size]
 """The strides, dtype and shape of a parameter."""
@@ -115,7 +118,7 @@ class Unchanged:
 
         If it need not look `closely`, it finds what was moved.
         """
-        if self._registered() != self._ids:
+        if not self._same_objects():
             self._check_model()
         if not closely and self._look_at_places() == self._places:
             return
@@ -351,14 +354,15 @@ class Unchanged:
         self._note_registries()
 
     def _note_registries(self) -> None:
-        """Every dict of the model in which parameters or modules are registered, and the identities of their values."""
+        """Every dict of the model in which parameters or modules are registered, and what is."""
         modules = self._inventory.model.modules()
         # The values of a dict follow it.
         self._registries: list[Iterable[Any]] = [each.values() for m in modules for each in (m._parameters, m._modules)]
-        self._ids = self._registered()
+        self._registered = [*chain.from_iterable(self._registries), _END]
 
-    def _registered(self) -> list[int]:
-        return [*map(id, chain.from_iterable(self._registries))]
+    def _same_objects(self) -> bool:
+        """Whether the same objects are registered as before, without a new object for each of them."""
+        return all(map(is_, chain(chain.from_iterable(self._registries), (_END,)), self._registered))
 
     def _refuse(self, name: str, what: str, fix: str) -> None:
         raise SherdError(f"rank {self._comm.number}: parameter {name!r} {what}; {fix}")

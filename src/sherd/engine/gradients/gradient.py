@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sherd.data import batch_weight
@@ -302,10 +302,16 @@ class Trained:
         self.parts = [(gradient, buckets.of(gradient.optimizer)) for gradient in self.gradients]
         """Every gradient, with its buckets."""
         self._by_gradient = dict(self.parts)
+        self._parameters = {gradient: [m.parameter for b in its for m in b.members] for gradient, its in self.parts}
 
     def of(self, gradient: Gradient) -> tuple[Bucket, ...]:
         """The buckets of a gradient."""
         return self._by_gradient[gradient]
+
+    def parameters_of(self, gradient: Gradient) -> list[nn.Parameter]:
+        """The parameters of a gradient, by bucket. The members of many small buckets are no longer in any cache after
+        a backward."""
+        return self._parameters[gradient]
 
     def thawed(self) -> list[TrackedParameter]:
         """Parameters that require a gradient and are not trained yet."""

@@ -117,17 +117,16 @@ class OwnGradients(GradientPath):
 
     def forget(self, gradient: Gradient, keep_zeros: bool) -> None:
         gradient.weights.forget()
-        buckets = self._trained.of(gradient)
+        parameters = self._trained.parameters_of(gradient)
         if self._hidden:
-            for member in (member for bucket in buckets for member in bucket.members):
-                self._hidden.pop(member.parameter, None)
+            for parameter in parameters:
+                self._hidden.pop(parameter, None)
         with bypass_torch_function():
-            for bucket in buckets:
-                for member in bucket.members:
-                    if keep_zeros and (own := member.parameter.grad) is not None:
-                        member.parameter.grad = torch.zeros_like(own)
-                    else:
-                        member.parameter.grad = None
+            for parameter in parameters:
+                if keep_zeros and (own := parameter.grad) is not None:
+                    parameter.grad = torch.zeros_like(own)
+                else:
+                    parameter.grad = None
 
     def lend(self, buckets: Iterable[Bucket]) -> None:
         """Give these buckets the gradient that an update reads, and note which parameters have one."""
