@@ -11,9 +11,11 @@ accumulation  a loop of 4 micro-batches a step without no_sync and with torch's 
 
 Every rank has one thread. Every contender has processes of its own, as in `benchmarks.training`: sherd tells all its
 models of every backward in a process, so contenders in one process would slow each other down. They take turns of about
-0.4 s: in a round, which has new processes, each has some turns with each network, in a new order every time. A turn's
-first step does not count. A contender's figure is its best round; a round's is the median of its steps on the slowest
-rank. Targets are in the tables, with whether they are met.
+0.4 s: in a round, which has new processes, each has some turns with each network, in a new order every time. In a world
+of one the plain loop and sherd take their turns in the same process, where sherd's model is not told of the plain
+loop's backwards: two processes of the same program differ by 1 to 2 ms a step in where their memory lies, and the
+targets are tenths of that. A turn's first step does not count. A contender's figure is its best round; a round's is the
+median of its steps on the slowest rank. Targets are in the tables, with whether they are met.
 
 A full run takes 12 to 14 minutes on two cores (5, 4, 3 and 2 by section), a quick one about 2. It writes
 results/overhead.txt and .json; a run of some sections replaces these there, a quick one or one of some networks writes

@@ -6,7 +6,9 @@ The loops are the same but for what each library asks for.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -97,3 +99,18 @@ CONTENDERS = {
     "sherd-zero2": _of_sherd("zero2"),
     "sherd-zero3": _of_sherd("zero3"),
 }
+
+
+@contextmanager
+def alone(name: str) -> Iterator[None]:
+    """A turn of this contender. sherd's models are told of every backward of their process: not of the plain loop's,
+    which would pay for that."""
+    patch = sys.modules.get("sherd.patches.backward") if name == PLAIN else None
+    listeners = [] if patch is None else [one for reference in patch._listeners if (one := reference()) is not None]
+    for listener in listeners:
+        patch.forget(listener)  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        for listener in listeners:
+            patch.listen(listener)  # type: ignore[union-attr]

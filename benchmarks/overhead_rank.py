@@ -1,4 +1,4 @@
-"""One rank of one contender of `benchmarks.overhead`: it builds networks, and trains each in turns."""
+"""One rank of `benchmarks.overhead`: it builds networks for its contenders, and trains them in turns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from benchmarks.overhead_contenders import CONTENDERS, Step, optimizer_of
+from benchmarks.overhead_contenders import CONTENDERS, Step, alone, optimizer_of
 from benchmarks.overhead_networks import NETWORKS, Batch, Network
 from benchmarks.serving import serve
 
@@ -23,7 +23,7 @@ SETTLING = 3  # steps after a model was built: state is made, buckets are rebuil
 class Join:
     """Import what is needed and find the other ranks."""
 
-    contender: str
+    contenders: tuple[str, ...]
     rank: int
     ranks: int
     timeout: float
@@ -31,11 +31,12 @@ class Join:
 
 @dataclass(frozen=True)
 class Build:
-    """Drop the model that was there, and build this one."""
+    """Drop the models that were there, and build this one for each contender, in this order."""
 
     network: str
     optimizer: str
     micro_batches: int
+    contenders: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,10 @@ class Built:
 
 @dataclass(frozen=True)
 class Train:
-    """Some steps, after one that does not count."""
+    """Some steps of a contender, after one that does not count."""
 
     steps: int
+    contender: str
 
 
 @dataclass(frozen=True)
@@ -63,39 +65,44 @@ class Trained:
 class Rank:
     def __init__(self, join: Join) -> None:
         self.join = join
-        self.contender = CONTENDERS[join.contender]
         self.network: Network
-        self.step: Step | None = None
+        self.takes: dict[str, Step] = {}
         self.micro_batches = 1
         self.steps = 0
-        importlib.import_module(self.contender.package)
-        if self.contender.connected and join.ranks > 1:
+        for name in join.contenders:
+            importlib.import_module(CONTENDERS[name].package)
+        if join.ranks > 1 and any(CONTENDERS[name].connected for name in join.contenders):
             dist.init_process_group("gloo", timeout=timedelta(seconds=join.timeout))
 
-    def build(self, command: Build) -> Built:
-        self.step = None
+    def build(self, command: Build) -> dict[str, Built]:
+        self.takes = {}
         gc.collect()  # what was distributed is gone only with its cycles
-        torch.manual_seed(0)  # the same weights on every rank of every contender
         self.network = NETWORKS[command.network]
         self.micro_batches, self.steps = command.micro_batches, 0
-        model = self.network.new()
-        sizes = [p.numel() for p in model.parameters()]
-        self.step = self.contender.build(model, optimizer_of(model, command.optimizer))
-        loss = torch.tensor(0.0)
+        sizes: list[int] = []
+        for name in command.contenders:
+            torch.manual_seed(0)  # the same weights on every rank of every contender
+            model = self.network.new()
+            sizes = [p.numel() for p in model.parameters()]
+            self.takes[name] = CONTENDERS[name].build(model, optimizer_of(model, command.optimizer))
+        losses = dict.fromkeys(self.takes, torch.tensor(0.0))
         for batches in self._batches(SETTLING):
-            loss = self.step(batches)
-        return Built(sum(sizes), len(sizes), loss.item())
+            for name, take in self.takes.items():
+                with alone(name):
+                    losses[name] = take(batches)
+        return {name: Built(sum(sizes), len(sizes), loss.item()) for name, loss in losses.items()}
 
     def train(self, command: Train) -> Trained:
-        assert self.step is not None, "a model is built before it is trained"
+        take = self.takes[command.contender]
         first, *counted = self._batches(1 + command.steps)
-        self.step(first)
         seconds, cpu_seconds = [], []
-        for batches in counted:
-            start, cpu = time.perf_counter(), time.process_time()
-            self.step(batches)
-            cpu_seconds.append(time.process_time() - cpu)
-            seconds.append(time.perf_counter() - start)
+        with alone(command.contender):
+            take(first)
+            for batches in counted:
+                start, cpu = time.perf_counter(), time.process_time()
+                take(batches)
+                cpu_seconds.append(time.process_time() - cpu)
+                seconds.append(time.perf_counter() - start)
         return Trained(seconds, cpu_seconds)
 
     def _batches(self, steps: int) -> list[list[Batch]]:

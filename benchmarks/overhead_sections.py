@@ -21,7 +21,14 @@ class Section:
     optimizers: tuple[str, ...] = ("AdamW",)
     micro_batches: int = 1
     cores: int | None = None  # the ranks are confined to so many
+    together: bool = False  # in the same process
+    more_rounds: int = 1  # times as many as are asked for, as smaller differences are looked for
     slower: int = 1  # a step takes about so many times as long as with a core for each rank and one micro-batch
+
+    @property
+    def teams(self) -> list[tuple[str, ...]]:
+        """The contenders that share processes."""
+        return [self.contenders] if self.together else [(name,) for name in self.contenders]
 
 
 SECTIONS = {
@@ -29,7 +36,14 @@ SECTIONS = {
     "4-ranks": Section(
         "4 ranks on 2 cores", 4, (TORCH_DDP, "sherd-ddp", "sherd-zero2", "sherd-zero3"), cores=2, slower=2
     ),
-    "1-rank": Section("a world of one", 1, (PLAIN, SHERD), optimizers=("AdamW", "SGD with momentum", "fused AdamW")),
+    "1-rank": Section(
+        "a world of one",
+        1,
+        (PLAIN, SHERD),
+        optimizers=("AdamW", "SGD with momentum", "fused AdamW"),
+        together=True,
+        more_rounds=2,
+    ),
     "accumulation": Section(
         "2 ranks, 4 micro-batches a step without no_sync, torch's clip_grad_norm_",
         2,

@@ -320,14 +320,16 @@ class Engine:
     def updating(self, gradient: Gradient) -> Iterator[Update]:
         """The parameters of an optimizer may be updated by their owners inside."""
         update, s = Update(), self._context(gradient)
+        reads_sums = s.shard is not None and s.shard.reads_sums
         with self.changing(s, gradient.label, update):
-            if s.shard is not None and s.shard.reads_sums:
+            if reads_sums:
                 self.path.lend(s.buckets)
             self.policy.before_update(s)
             update.run, update.begun = partial(self.policy.update, s), True
             yield update
             self.policy.after_update(s)
-        self.path.take_back(s.buckets)
+        if reads_sums:
+            self.path.take_back(s.buckets)
         gradient.steps += 1
         self._end_step(gradient)
 

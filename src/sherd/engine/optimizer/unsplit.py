@@ -56,7 +56,7 @@ class UnsplitOptimizer:
         arguments = () if closure is None else (closure,)
         with stepping_masters(self._with_masters) if self._with_masters else nullcontext():
             loss = step_unhooked(self._optimizer, self._kind, *arguments)
-        if [parameter.data_ptr() for parameter in self._parameters] != self._homes:
+        if [*map(Tensor.data_ptr, self._parameters)] != self._homes:
             for member in self._buckets.parameters:
                 member.settle()  # p.data = p.data - ...
         return loss

@@ -87,7 +87,7 @@ class ParameterStore(ABC):
 
     def places(self, parameters: Iterable[nn.Parameter]) -> list[object]:
         """A value for each parameter that changes when it is moved."""
-        return [parameter.data_ptr() for parameter in parameters]
+        return [*map(Tensor.data_ptr, parameters)]
 
     def bytes(self) -> int:
         """Bytes that this rank allocated for parameters; a shared store counts once, on the first rank of a host."""
