@@ -240,6 +240,25 @@ _UNSHARED = _references({0: object()}, 0)
 """What it counts for an object that only the mapping holds: the interpreter's own references differ by version."""
 
 
+class _Gathered:
+    """The whole gradient of a bucket."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.whole = bucket.gather(bucket.slice).wait()
+        self._members = [each.shaped_in(self.whole) for each in bucket.members]
+        self.lent = False
+        """Whether the program may have written into it. Else the slices are what counts."""
+        self.behind: list[tuple[int, str, tuple[Any, ...]]] = []
+        """What was done to the slices since, by member."""
+
+    def of(self, member: TrackedParameter) -> Tensor:
+        """The gradient of a member of the bucket."""
+        for position, how, by in self.behind:
+            getattr(self._members[position], how)(*by)
+        self.behind.clear()
+        return self._members[member.position]
+
+
 class ShardedAccess(GradAccess):
     """`p.grad` is gathered from the owners of its slices when it is used."""
 
@@ -248,7 +267,7 @@ class ShardedAccess(GradAccess):
         foreach.install(ShardedGradient)
         self._comm = comm
         self._views: dict[TrackedParameter, ShardedGradient] = {}
-        self._gathered: dict[Bucket, tuple[Tensor, list[Tensor]]] = {}  # and the gradient of each member in it
+        self._gathered: dict[Bucket, _Gathered] = {}
         self._scaled: set[Bucket] = set()
 
     def hide(self, buckets: BucketList, filling: Iterable[Bucket]) -> None:
@@ -260,30 +279,36 @@ class ShardedAccess(GradAccess):
             )
         super().hide(buckets, filling)
 
-    def read(self, member: TrackedParameter) -> Tensor:
+    def read(self, member: TrackedParameter, lend: bool = True) -> Tensor:
         """The whole gradient of a parameter. Collective."""
         bucket = member.bucket
         if bucket not in self._gathered:
             with labelled(f"reading the gradient of {member.name!r}", ALONE):
-                whole = bucket.gather(bucket.slice).wait()
-            self._gathered[bucket] = whole, [each.shaped_in(whole) for each in bucket.members]
-        return self._gathered[bucket][1][member.position]
+                self._gathered[bucket] = _Gathered(bucket)
+        self._gathered[bucket].lent |= lend
+        return self._gathered[bucket].of(member)
 
     def scale(self, member: TrackedParameter, how: str, by: tuple[Any, ...]) -> bool:
-        """Scale this rank's part of a gradient; return False if it was gathered, and so must be scaled as a whole."""
-        if member.bucket in self._gathered or not member.bucket.summed:
+        """Scale this rank's part of a gradient; return False if it was lent, and so must be scaled as a whole."""
+        gathered = self._gathered.get(member.bucket)
+        if not member.bucket.summed or (gathered is not None and gathered.lent):
             return False
         for own, _ in self._own(member):
             getattr(own, how)(*by)
+        if gathered is not None:
+            then = tuple(each.clone() if isinstance(each, Tensor) else each for each in by)
+            gathered.behind.append((member.position, how, then))
         self._scaled.add(member.bucket)
         self._note_seen(member.bucket, (member.name, how, [float(each) for each in by]))
         return True
 
     def unscale(self, members: Sequence[TrackedParameter], found_inf: Tensor, inverse: Tensor) -> bool:
-        """As a GradScaler does, on this rank's parts; return False if any was gathered or is not summed."""
+        """As a GradScaler does, on this rank's parts; return False if any was lent or is not summed."""
         buckets = dict.fromkeys(member.bucket for member in members)
-        if any(bucket in self._gathered or not bucket.summed for bucket in buckets):
+        if self._lent().intersection(buckets) or not all(bucket.summed for bucket in buckets):
             return False
+        for bucket in buckets:
+            self._gathered.pop(bucket, None)
         if parts := [own for member in members for own, _ in self._own(member)]:
             torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse)
         with labelled("the overflows that a GradScaler looks for", ALONE), self._comm.counters.agreeing():
@@ -357,9 +382,13 @@ class ShardedAccess(GradAccess):
             view.keep(self._reader(member))
 
     def _changed(self, buckets: BucketList) -> set[Bucket]:
-        for bucket, (whole, _) in self._gathered.items():  # p.grad.data.clamp_() changes no version
-            bucket.slice.copy_(bucket.part_of(whole))
-        return {*self._gathered, *self._scaled}
+        lent = self._lent()
+        for bucket in lent:  # p.grad.data.clamp_() changes no version
+            bucket.slice.copy_(bucket.part_of(self._gathered[bucket].whole))
+        return {*lent, *self._scaled}
+
+    def _lent(self) -> set[Bucket]:
+        return {bucket for bucket, gathered in self._gathered.items() if gathered.lent}
 
     def collect(self, buckets: BucketList) -> None:
         super().collect(buckets)
@@ -367,8 +396,8 @@ class ShardedAccess(GradAccess):
         self._scaled.clear()
 
     def _see(self, bucket: Bucket, set_to: Mapping[TrackedParameter, Tensor | None]) -> None:
-        if bucket in self._gathered:
-            self._note_seen(bucket, checksum(self._gathered[bucket][0]))
+        if (gathered := self._gathered.get(bucket)) is not None and gathered.lent:
+            self._note_seen(bucket, checksum(gathered.whole))
         for gradient in set_to.values():
             if gradient is not None:
                 self._note_seen(bucket, checksum(gradient))

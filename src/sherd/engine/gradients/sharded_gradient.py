@@ -49,6 +49,9 @@ _SCALING_EACH: dict[Any, str] = {
 }
 """The same for all tensors of a list."""
 
+_READING = frozenset({torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, _T.norm})
+"""Calls that write nothing, and whose results share no memory with what they read."""
+
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 """What a GradScaler calls for all gradients of an optimizer."""
 
@@ -56,8 +59,8 @@ _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 class Source(Protocol):
     """Where the gradient comes from."""
 
-    def read(self, member: TrackedParameter) -> Tensor:
-        """The whole gradient, to be read and written. Collective."""
+    def read(self, member: TrackedParameter, lend: bool = True) -> Tensor:
+        """The whole gradient, to be read, and to be written if it is lent. Collective."""
 
     def scale(self, member: TrackedParameter, how: str, by: tuple[Any, ...]) -> bool:
         """Scale this rank's part of it; return False if the whole has to be scaled instead."""
@@ -95,13 +98,17 @@ class ShardedGradient(Tensor):
 
     @property
     def whole(self) -> Tensor:
-        """All elements. Collective."""
+        """All elements, which may be written. Collective."""
+        return self.read()
+
+    def read(self, lend: bool = True) -> Tensor:
+        """All elements, which may be written if they are lent. Collective."""
         if self._source is None:
             return self._kept()
         source, member = self._source(), self._member()
         if source is None or member is None:
             raise SherdError("this p.grad is gathered from all ranks, but its model no longer exists")
-        return source.read(member)
+        return source.read(member, lend)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -118,7 +125,7 @@ class ShardedGradient(Tensor):
             if not rest:
                 return None
             args = (rest, *args[1:])
-        gathered = _gathered(args)
+        gathered = _gathered(args, lend=func not in _READING or bool(options))
         result = func(*gathered, **_gathered(options))
         return args[0] if args and result is gathered[0] else result
 
@@ -138,11 +145,11 @@ class ShardedGradient(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copy = memo.get(id(self))
         if copy is None:
-            copy = memo[id(self)] = self.whole.clone()
+            copy = memo[id(self)] = self.read(lend=False).clone()
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain: Any = self.whole.clone()
+        plain: Any = self.read(lend=False).clone()
         return plain.__reduce_ex__(protocol)
 
 
@@ -162,12 +169,12 @@ def _unscaled(gradients: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -
     return len(members) == len(sharded) and source.unscale(members, found_inf, inverse)
 
 
-def _gathered(things: Any) -> Any:
-    """The same with whole gradients, in containers of any depth."""
+def _gathered(things: Any, lend: bool = True) -> Any:
+    """The same with whole gradients, in containers of any depth; they may be written if they are lent."""
     if isinstance(things, ShardedGradient):
-        return things.whole
+        return things.read(lend)
     if isinstance(things, dict):
-        return {key: _gathered(thing) for key, thing in things.items()}
+        return {key: _gathered(thing, lend) for key, thing in things.items()}
     if type(things) in (tuple, list):
-        return type(things)(map(_gathered, things))
+        return type(things)([_gathered(thing, lend) for thing in things])
     return things
