@@ -11,7 +11,11 @@ from tests.helpers.training import double, gradients, loss_of, sgd, train, weigh
 from tests.what_works.cases import case, refused
 
 
-@case("Gradients", "`torch.nn.utils.clip_grad_norm_`", "clips the gradient over all ranks; under ZeRO it gathers it")
+@case(
+    "Gradients",
+    "`torch.nn.utils.clip_grad_norm_`",
+    "clips the gradient over all ranks; under ZeRO it sends a number for each and what ranks share",
+)
 def clipped_by_torch(run):
     model = double()
     model, optimizer = run.distribute(model, sgd(model))

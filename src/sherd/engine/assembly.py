@@ -21,10 +21,11 @@ from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.consistency.torn import Torn
 from sherd.engine.consistency.unchanged import Unchanged
 from sherd.engine.engine import Engine, Parts
-from sherd.engine.gradients.access import ShardedAccess, WholeAccess
+from sherd.engine.gradients.access import WholeAccess
 from sherd.engine.gradients.gradient import Trained
 from sherd.engine.gradients.own import OwnGradients
 from sherd.engine.gradients.scaled_roots import shared
+from sherd.engine.gradients.sharded_access import ShardedAccess
 from sherd.engine.optimizer.elementwise import own_collective, why_not_elementwise, why_not_whole
 from sherd.engine.optimizer.forecast import work_of
 from sherd.engine.optimizer.probe import BY_CLOSURE

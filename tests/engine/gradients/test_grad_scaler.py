@@ -10,7 +10,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import sherd
-from sherd.engine.gradients.access import ShardedAccess
+from sherd.engine.gradients.sharded_access import ShardedAccess
 from tests.helpers.training import (
     SHARDED,
     STRATEGIES,

@@ -129,6 +129,90 @@ def test_copies_are_plain_tensors(ranks):
     ranks(2).run(copied)
 
 
+class Scaled(nn.Linear):
+    """A layer with a parameter that has no dimensions."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(15, 5)
+        self.scale = nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def scaled_by_wider_numbers():
+    """Torch multiplies two tensors without dimensions in the wider dtype, and others in that of the first."""
+    with connected() as c:
+        found = {}
+        for strategy in ("ddp", *SHARDED):
+            model, optimizer = distributed(c, strategy, Scaled)
+            found[strategy] = []
+            for step in range(30):
+                loss_of(model, batch(c.rank, step)).backward()
+                by = torch.tensor(1 / (3 + step), dtype=torch.float64)
+                for each in model.parameters():
+                    each.grad.mul_(by)
+                found[strategy].extend(each.grad.clone() for each in model.parameters())
+                optimizer.zero_grad()
+        for strategy in SHARDED:
+            assert all(map(torch.equal, found[strategy], found["ddp"])), strategy
+
+
+def test_scaling_by_a_number_of_a_wider_dtype_changes_no_bit(ranks):
+    ranks(2).run(scaled_by_wider_numbers)
+
+
+def of_many_shapes(seed=0):
+    """Parameters that one rank has whole, that are cut between two, and one whose memory is transposed."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(n, 64, dtype=torch.float64) for n in (15, 64, 64, 64)]
+    layers[2].weight.data = layers[2].weight.data.t().contiguous().t()
+    return nn.Sequential(*layers, nn.Linear(64, 5, dtype=torch.float64))
+
+
+def measured(order):
+    with connected() as c:
+        found, sent = {}, {}
+        for strategy in ("ddp", *SHARDED):
+            model, optimizer = distributed(c, strategy, of_many_shapes, bucket_bytes=120_000)
+            seen = []
+            for step in range(3):
+                loss_of(model, batch(c.rank, step, dtype=torch.float64)).backward()
+                some = [each.grad for each in model.parameters()][step:]
+                sent[strategy], norms = gathers(c, lambda some=some: torch._foreach_norm(some, order))
+                assert type(norms) is tuple and {type(each) for each in norms} == {torch.Tensor}
+                torch._foreach_mul_(some, 0.5)
+                if step == 1:  # what is read after is what was scaled
+                    seen.append(some[0].clone())
+                    seen.extend(torch._foreach_norm(some, order))
+                seen.extend(norms)
+                optimizer.step()
+                optimizer.zero_grad()
+            found[strategy] = [*seen, *(each.detach().clone() for each in model.parameters())]
+        whole = sum(each.numel() for each in model.parameters()) * 8
+        for strategy in SHARDED:
+            assert all(map(torch.equal, found[strategy], found["ddp"])), strategy
+            assert 0 < sent[strategy] < whole / 2, (strategy, sent, whole)
+
+
+@pytest.mark.parametrize("order", [2, 2.0, float("inf"), 1.0])
+def test_norms_have_the_bits_of_whole_gradients_and_send_less(ranks, order):
+    ranks(2).run(measured, order)
+
+
+def others_asked_for():
+    with connected(timeout=10) as c:
+        model, _ = distributed(c, "zero2", of_many_shapes)
+        loss_of(model, batch(c.rank, dtype=torch.float64)).backward()
+        with pytest.raises(sherd.Diverged, match="rank 0 and rank 1 asked for the norms of different gradients"):
+            torch._foreach_norm([model[1 + c.rank].bias.grad, model[0].weight.grad])
+
+
+def test_ranks_that_ask_for_norms_of_different_gradients_are_named(ranks):
+    ranks(2).run(others_asked_for)
+
+
 def different():
     with connected() as c:
         model, optimizer = distributed(c, "zero2")

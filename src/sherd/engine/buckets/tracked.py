@@ -81,6 +81,13 @@ class TrackedParameter:
         """The part that each owner has."""
         return self.bucket.described.segments_of(self.position)
 
+    def own_parts(self) -> Iterator[tuple[Tensor, int]]:
+        """What this rank keeps of the sum of its gradient, and where in the parameter that begins."""
+        bucket = self.bucket
+        for segment in self.segments():
+            if segment.owner == bucket.comm.rank:
+                yield bucket.slice[segment.offset : segment.offset + segment.numel], segment.region.start
+
     def shaped_in(self, whole: Tensor) -> Tensor:
         """Its part of a tensor that is as long as its bucket."""
         return self.entry.shaped(whole[self.offset : self.offset + self.entry.numel])

@@ -62,6 +62,9 @@ class Source(Protocol):
     def read(self, member: TrackedParameter, lend: bool = True) -> Tensor:
         """The whole gradient, to be read, and to be written if it is lent. Collective."""
 
+    def norms(self, members: Sequence[TrackedParameter], order: Any) -> tuple[Tensor, ...] | None:
+        """The norms of these gradients; None if each has to be read for that. Collective."""
+
     def scale(self, member: TrackedParameter, how: str, by: tuple[Any, ...]) -> bool:
         """Scale this rank's part of it; return False if the whole has to be scaled instead."""
 
@@ -118,6 +121,8 @@ class ShardedGradient(Tensor):
                 return func(*args, **options)
         if func is _UNSCALE and not options and _unscaled(*args):
             return None
+        if func is torch._foreach_norm and len(args) < 3 and not options and (norms := _norms(*args)) is not None:
+            return norms
         if func in _SCALING and args[0]._scaled(_SCALING[func], args[1:], options):
             return args[0]
         if func in _SCALING_EACH and args:
@@ -160,13 +165,24 @@ def _not_scaled(gradients: Sequence[Tensor], how: str, by: tuple[Any, ...], opti
 
 def _unscaled(gradients: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> bool:
     """Unscale gradients of one model in parts, if all of them can be."""
+    source, members = _of_one_model(gradients)
+    return source is not None and source.unscale(members, found_inf, inverse)
+
+
+def _norms(gradients: Sequence[Tensor], order: Any = 2) -> tuple[Tensor, ...] | None:
+    """The norms of gradients of one model, without gathering all of them if that can be."""
+    source, members = _of_one_model(gradients)
+    return None if source is None else source.norms(members, order)
+
+
+def _of_one_model(gradients: Sequence[Tensor]) -> tuple[Source | None, list[TrackedParameter]]:
+    """If these are current gradients of one model: where they come from, and of which parameters they are."""
     sharded = [each for each in gradients if isinstance(each, ShardedGradient) and each._source is not None]
     sources = {each._source() for each in sharded if each._source is not None}
-    source = next(iter(sources), None)
-    if source is None or len(sources) > 1 or len(sharded) < len(gradients):
-        return False
     members = [member for member in (each._member() for each in sharded) if member is not None]
-    return len(members) == len(sharded) and source.unscale(members, found_inf, inverse)
+    if len(sources) != 1 or len(members) < len(gradients):
+        return None, []
+    return sources.pop(), members
 
 
 def _gathered(things: Any, lend: bool = True) -> Any:
