@@ -21,11 +21,10 @@ from sherd.engine.buckets.tracked import TrackedParameter
 from sherd.engine.consistency.torn import Torn
 from sherd.engine.consistency.unchanged import Unchanged
 from sherd.engine.engine import Engine, Parts
-from sherd.engine.gradients.access import WholeAccess
+from sherd.engine.gradients.access import ShardedAccess, WholeAccess
 from sherd.engine.gradients.gradient import Trained
 from sherd.engine.gradients.own import OwnGradients
 from sherd.engine.gradients.scaled_roots import shared
-from sherd.engine.gradients.sharded_access import ShardedAccess
 from sherd.engine.optimizer.elementwise import own_collective, why_not_elementwise, why_not_whole
 from sherd.engine.optimizer.forecast import work_of
 from sherd.engine.optimizer.probe import BY_CLOSURE
@@ -175,7 +174,7 @@ def assemble(
     torn = Torn(inventory, comm.number, optimizers)
     kind = _EXCHANGES[policy.keeps, policy.owns]
     exchanges = {each: kind(each, numel, inventory.device, policy.reduce) for each in groups.values()}
-    access = WholeAccess() if owner is None else ShardedAccess(comm)
+    access = WholeAccess() if owner is None else ShardedAccess(comm, buckets.grouped)
     adds_up_here = policy.accumulate_at is AccumulateAt.RANK
     scaling = None if options.loss_scale is None else shared(options.loss_scale)
     summed = SummedGradients(comm, trained, exchanges, access, unchanged, torn, adds_up_here, not ends_first, scaling)

@@ -291,7 +291,8 @@ class SummedGradients(GradientPath):
             with labelled(f"what was done to p.grad before step {step}", _ALIKE):
                 found = agree_on_edits(self.together, buckets, self.access, mine, step)
             self.finite = self.finite if found is None else found
-            self.access.seen, self.access.assigned = {}, []
+            self.access.seen.clear()
+            self.access.assigned = []
         refuse_pointless(wanted)
         for gradient, its in self._trained.parts:
             gradient.divide(its)
@@ -333,7 +334,7 @@ class SummedGradients(GradientPath):
             self.access.forget(its)
         gradient.restart(its)  # after settle(), which measures what was done to p.grad
         if not any(bucket.edited for bucket in buckets.buckets):
-            self.access.seen = {}
+            self.access.seen.clear()
         if not any(each.backwards for each in self._trained.gradients):
             self.finite, self._waiting = True, False
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import sherd
-from sherd.engine.gradients.sharded_access import ShardedAccess
+from sherd.engine.gradients.sharded_source import ShardedSource
 from tests.helpers.training import (
     SHARDED,
     STRATEGIES,
@@ -250,7 +250,7 @@ def peaks():
     with connected() as c:
         found = {strategy: peak_of_step(c, strategy) for strategy in SHARDED}
         with pytest.MonkeyPatch.context() as patch:  # what happens where parts cannot be unscaled
-            patch.setattr(ShardedAccess, "unscale", lambda *_: False)
+            patch.setattr(ShardedSource, "unscale", lambda *_: False)
             return found, {strategy: peak_of_step(c, strategy) for strategy in SHARDED}
 
 

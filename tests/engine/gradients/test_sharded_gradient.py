@@ -202,15 +202,107 @@ def test_norms_have_the_bits_of_whole_gradients_and_send_less(ranks, order):
 
 
 def others_asked_for():
-    with connected(timeout=10) as c:
-        model, _ = distributed(c, "zero2", of_many_shapes)
-        loss_of(model, batch(c.rank, dtype=torch.float64)).backward()
-        with pytest.raises(sherd.Diverged, match="rank 0 and rank 1 asked for the norms of different gradients"):
-            torch._foreach_norm([model[1 + c.rank].bias.grad, model[0].weight.grad])
+    """Other gradients of the same shapes, and other norms of the same ones."""
+    for ask in (
+        lambda model, rank: torch._foreach_norm([model[1 + rank].bias.grad, model[0].weight.grad]),
+        lambda model, rank: torch._foreach_norm([model[1].bias.grad], 2.0 if rank else float("inf")),
+        lambda model, rank: model[1 + rank].weight.grad.clone(),
+    ):
+        with connected(timeout=10) as c:
+            model, _ = distributed(c, "zero2", of_many_shapes, bucket_bytes=1024)
+            loss_of(model, batch(c.rank, dtype=torch.float64)).backward()
+            with pytest.raises(sherd.Diverged, match="must make the same calls"):
+                ask(model, c.rank)
 
 
-def test_ranks_that_ask_for_norms_of_different_gradients_are_named(ranks):
+def test_ranks_that_ask_for_different_things_are_named(ranks):
     ranks(2).run(others_asked_for)
+
+
+def looked_at():
+    """One rank may look at what all have read, or keep it: nothing was edited."""
+    with connected() as c:
+        found = {}
+        for strategy in ("ddp", *SHARDED):
+            model, optimizer = distributed(c, strategy, of_many_shapes)
+            kept = []
+            for step in range(3):
+                scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+                scaler.scale(loss_of(model, batch(c.rank, step, dtype=torch.float64))).backward()
+                norms = [torch.linalg.vector_norm(each.grad) for each in model.parameters()]
+                norms.extend(each.grad.norm() for each in model.parameters())
+                if c.rank == 0:
+                    kept.extend(each.grad for each in model.parameters())
+                    assert norms[0] > 0 and kept[-1].max() > -1
+                seen = kept[-1].view(-1) if kept else None
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                assert seen is None or torch.equal(seen, kept[-1].view(-1))
+                if step:
+                    model[1].bias.grad = torch.ones(64, dtype=torch.float64)
+                optimizer.step()
+                optimizer.zero_grad()
+            found[strategy] = [*norms, *(each.detach().clone() for each in model.parameters())]
+        for strategy in SHARDED:
+            assert all(map(torch.equal, found[strategy], found["ddp"])), strategy
+
+
+def test_a_rank_may_look_alone_at_what_all_have_read(ranks):
+    ranks(2).run(looked_at)
+
+
+def unusual(strategy):
+    """Gradients as arguments, as factors, in inference mode, and scaled by what requires a gradient."""
+    with connected() as c:
+        model, optimizer = distributed(c, strategy, of_many_shapes)
+        loss_of(model, batch(c.rank, dtype=torch.float64)).backward()
+        whole = {name: each.grad.clone() for name, each in model.named_parameters()}
+        weight = model[0].weight
+        assert torch.equal(torch.full_like(weight, 2.0).mul_(weight.grad), 2 * whole["0.weight"])
+        optimizer.zero_grad()
+        loss_of(model, batch(c.rank, dtype=torch.float64)).backward()
+        with torch.inference_mode():
+            norms = [*torch._foreach_norm([model[0].bias.grad, model[1].bias.grad]), weight.grad.norm()]
+        weight.grad.mul_(0.5)
+        assert torch.equal(weight.grad.clone(), 0.5 * whole["0.weight"])
+        weight.grad.mul_(torch.tensor(4.0, requires_grad=True))
+        assert torch.equal(weight.grad.detach(), 2 * whole["0.weight"])
+        sherd.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        return norms, [each.detach().clone() for each in model.parameters()]
+
+
+def test_unusual_uses_of_a_gradient(ranks):
+    expected = ranks(2).run(unusual, "ddp")
+    for strategy in SHARDED:
+        for (norms, values), (others, same) in zip(ranks(2).run(unusual, strategy), expected, strict=True):
+            assert all(map(torch.equal, norms, others)) and all(map(torch.equal, values, same)), strategy
+
+
+class Complex(nn.Module):
+    """Layers of complex numbers: their norms are real."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(15, 15, dtype=torch.complex64) for _ in range(3)))
+
+    def forward(self, x):
+        return self.layers(x.to(torch.complex64)).abs()[:, :5]
+
+
+def complex_ones():
+    with connected() as c:
+        found = {}
+        for strategy in ("ddp", *SHARDED):
+            model, _ = distributed(c, strategy, Complex)
+            loss_of(model, batch(c.rank)).backward()
+            found[strategy] = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        assert all(torch.equal(found[strategy], found["ddp"]) for strategy in SHARDED)
+
+
+def test_complex_gradients_are_clipped(ranks):
+    ranks(2).run(complex_ones)
 
 
 def different():

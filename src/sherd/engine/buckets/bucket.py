@@ -77,14 +77,16 @@ class Values:
         return self.owned if self.master is None else self.master
 
 
-def gather(comm: Communicator, described: slicing.Bucket, part: Tensor, whole: Tensor | None = None) -> Handle:
+def gather(
+    comm: Communicator, described: slicing.Bucket, part: Tensor, whole: Tensor | None = None, what: str = ""
+) -> Handle:
     """`Bucket.gather`, for those that must not hold a bucket."""
     if described.holder is None:
-        return comm.all_gather(part) if whole is None else comm.all_gather(part, whole)
+        return comm.all_gather(part, whole, what=what)
     if whole is None:
         whole = part.new_empty(described.numel)
     elsewhere = comm.rank == described.holder and part.data_ptr() != whole.data_ptr()
-    return comm.broadcast(whole, described.holder, source=part if elsewhere else None)
+    return comm.broadcast(whole, described.holder, source=part if elsewhere else None, what=what)
 
 
 class Bucket:
@@ -153,9 +155,12 @@ class Bucket:
         low, high = self.described.span(self.comm.rank)
         return whole[low:high]
 
-    def gather(self, part: Tensor, whole: Tensor | None = None) -> Handle:
-        """All of a tensor that is as long as the bucket, from what each rank owns of it. Collective."""
-        return gather(self.comm, self.described, part, whole)
+    def gather(self, part: Tensor, whole: Tensor | None = None, what: str = "") -> Handle:
+        """All of a tensor that is as long as the bucket, from what each rank owns of it. Collective.
+
+        Ranks must gather the same bucket; they compare `what`, where a program decides which one it is.
+        """
+        return gather(self.comm, self.described, part, whole, what)
 
     def segments(self, owner: int | None) -> Iterator[tuple[TrackedParameter, Segment]]:
         """The part of the bucket that `owner`, a rank of `comm`, has, member by member; None has all of it."""

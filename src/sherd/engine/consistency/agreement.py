@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, Protocol
@@ -201,8 +201,10 @@ def agree(comm: Communicator, report: Report, buckets: BucketList) -> Agreement:
 class Edits(Protocol):
     """What the program did to gradients on this rank."""
 
-    seen: dict[Ranks, int]
-    """by group of ranks: a hash below 2**20 of the edited gradients"""
+    @property
+    def seen(self) -> Mapping[Ranks, int]:
+        """By group of ranks: a hash below 2**20 of the edited gradients."""
+
     assigned: list[TrackedParameter]
     """those that were set, as `p.grad = ...` does, and not edited in place"""
 

@@ -1,34 +1,39 @@
 """What the user sees as `p.grad`, and how changes to it get into the sums.
 
 Where every rank keeps the whole sum, `p.grad` is a view of it (`WholeAccess`). Where a rank keeps slices, it is a
-tensor that is gathered when it is used (`ShardedAccess` in `sharded_access`). What was gathered is written back before
+tensor that is gathered when it is used (`ShardedAccess`). What was gathered is written back before
 the sums are used, unless it was only read: the program may have changed it, as `torch.nn.utils.clip_grad_value_` does.
 Such a read is collective: if only some ranks read, the communicator raises an error that names them.
 """
 
 from __future__ import annotations
 
-import zlib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sherd.comm import Communicator
 from sherd.engine.buckets.bucket import Bucket, Local
 from sherd.engine.buckets.bucket_list import BucketList
 from sherd.engine.buckets.checksum import checksum
-from sherd.engine.buckets.groups import Ranks
 from sherd.engine.buckets.tracked import TrackedParameter
+from sherd.engine.gradients.seen import Seen
+from sherd.engine.gradients.sharded_gradient import ShardedGradient
+from sherd.engine.gradients.sharded_source import ShardedSource
 from sherd.engine.parameters.isolation import bypass_torch_function
 from sherd.errors import SherdError
+from sherd.patches import foreach
 
 
 class GradAccess(ABC):
     """`p.grad`, which is None for a member that is not `used`."""
 
     def __init__(self) -> None:
-        self.seen: dict[Ranks, int] = {}
+        self.seen = Seen()
         """By group of ranks, a hash below 2**20 of the gradients that were edited: the same on ranks that made the same
         edits."""
         self.assigned: list[TrackedParameter] = []
@@ -135,9 +140,6 @@ class GradAccess(ABC):
         for member in used:
             member.parameter.grad = self._view(member)
 
-    def _note_seen(self, bucket: Bucket, what: object) -> None:
-        self.seen[bucket.ranks] = zlib.crc32(f"{self.seen.get(bucket.ranks, 0)} {what}".encode()) >> 12
-
     @abstractmethod
     def _view(self, member: TrackedParameter) -> Tensor:
         """The tensor to show as `p.grad`."""
@@ -159,7 +161,7 @@ class GradAccess(ABC):
         """Hash what this rank sees of a changed bucket; `set_to` has the new `p.grad` of those that were set."""
 
 
-def members_of(buckets: Iterable[Bucket]) -> Iterator[TrackedParameter]:
+def _members(buckets: Iterable[Bucket]) -> Iterator[TrackedParameter]:
     return (member for bucket in buckets for member in bucket.members)
 
 
@@ -216,9 +218,99 @@ class WholeAccess(GradAccess):
             _local(member).copy_(gradient)
 
     def _see(self, bucket: Bucket, set_to: Mapping[TrackedParameter, Tensor | None]) -> None:
-        self._note_seen(bucket, checksum(bucket.sum))
+        self.seen.note(bucket, checksum(bucket.sum))
 
 
 def _local(member: TrackedParameter) -> Tensor:
     assert member.local is not None, "every rank has memory for the whole gradient"
     return member.local
+
+
+def _references(kept: Mapping[Any, object], key: Any) -> int:
+    value = kept[key]
+    return sys.getrefcount(value)
+
+
+_UNSHARED = _references({0: object()}, 0)
+"""What it counts for an object that only the mapping holds: the interpreter's own references differ by version."""
+
+
+class ShardedAccess(GradAccess):
+    """`p.grad` is gathered from the owners of its slices when it is used (see `sharded_source`)."""
+
+    def __init__(self, comm: Communicator, grouped: bool) -> None:
+        super().__init__()
+        foreach.install(ShardedGradient)
+        self._source = ShardedSource(comm, grouped, self.seen)
+        self._views: dict[TrackedParameter, ShardedGradient] = {}
+
+    def hide(self, buckets: BucketList, filling: Iterable[Bucket]) -> None:
+        with bypass_torch_function():
+            too_early = next((m.name for m in _members(filling) if m.parameter.grad is not None), None)
+        if too_early is not None:
+            raise SherdError(
+                f"p.grad of {too_early!r} was set inside an accumulation window; do it after its last backward"
+            )
+        super().hide(buckets, filling)
+
+    def _was_used(self) -> bool:
+        return bool(self._source.gathered or self._source.scaled)
+
+    def _view(self, member: TrackedParameter) -> Tensor:
+        view = self._views.get(member)
+        if view is None:
+            view = self._views[member] = ShardedGradient(member, self._source)
+        return view
+
+    def _not_ours(self, buckets: BucketList) -> list[tuple[TrackedParameter, Tensor | None]]:
+        shown = self._views.get
+        return [
+            (member, gradient)
+            for member in buckets.parameters
+            if (gradient := member.parameter.grad) is None or gradient is not shown(member)
+        ]
+
+    def _take_away(self, buckets: Sequence[Bucket]) -> None:
+        super()._take_away(buckets)
+        self._let_go(_members(buckets))
+        if self._was_used():
+            for bucket in buckets:
+                self._source.forget(bucket)
+
+    def _rewrite(self, bucket: Bucket, gradients: Mapping[TrackedParameter, Tensor | None]) -> None:
+        for member in gradients:
+            member.parameter.grad = None
+        self._let_go(gradients)
+        super()._rewrite(bucket, gradients)
+        if not bucket.summed:
+            self._source.forget(bucket)
+
+    def _let_go(self, members: Iterable[TrackedParameter]) -> None:
+        """Release these gradients. Those that the program keeps retain their values and may be read later."""
+        for member in [member for member in members if member in self._views]:
+            if _references(self._views, member) > _UNSHARED or self._views[member]._use_count() > 1:  # type: ignore[attr-defined]
+                self._views.pop(member).keep(self._source.reader(member))
+
+    def __del__(self) -> None:
+        # The model is gone. A program may still hold its gradients.
+        for member, view in self._views.items():
+            view.keep(self._source.reader(member))
+
+    def _changed(self, buckets: BucketList) -> set[Bucket]:
+        return self._source.take_changes() if self._was_used() else set()
+
+    def collect(self, buckets: BucketList) -> None:
+        super().collect(buckets)
+        if self._was_used():
+            self._source.clear()
+
+    def _see(self, bucket: Bucket, set_to: Mapping[TrackedParameter, Tensor | None]) -> None:
+        self._source.see(bucket)
+        for gradient in set_to.values():
+            if gradient is not None:
+                self.seen.note(bucket, checksum(gradient))
+
+    def _put(self, member: TrackedParameter, gradient: Tensor | None) -> None:
+        flat = None if gradient is None else member.entry.flattened(gradient.detach().to_dense())
+        for own, start in member.own_parts():
+            own.copy_(own.new_zeros(()) if flat is None else flat[start : start + own.numel()])

@@ -123,14 +123,18 @@ class ShardedGradient(Tensor):
             return None
         if func is torch._foreach_norm and len(args) < 3 and not options and (norms := _norms(*args)) is not None:
             return norms
-        if func in _SCALING and args[0]._scaled(_SCALING[func], args[1:], options):
+        if (
+            func in _SCALING
+            and isinstance(args[0], ShardedGradient)
+            and args[0]._scaled(_SCALING[func], args[1:], options)
+        ):
             return args[0]
         if func in _SCALING_EACH and args:
             rest = _not_scaled(args[0], _SCALING_EACH[func], args[1:], options)
             if not rest:
-                return None
+                return args[0]
             args = (rest, *args[1:])
-        gathered = _gathered(args, lend=func not in _READING or bool(options))
+        gathered = _gathered(args, lend=func not in _READING or options.get("out") is not None)
         result = func(*gathered, **_gathered(options))
         return args[0] if args and result is gathered[0] else result
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sherd.comm import Communicator
 from sherd.engine.buckets.tracked import TrackedParameter
-from sherd.errors import Diverged
 from sherd.layout.slicing import Segment
 
 
@@ -31,13 +30,11 @@ def norms_at_owners(comm: Communicator, members: Sequence[TrackedParameter], ord
         wholes = [members[at].entry.shaped(part) for at in own for part, _ in members[at].own_parts()]
         norms[own] = torch.stack([*torch._foreach_norm(wholes, order)])
     parts = [part for at in cut for part, _ in members[at].own_parts()]
-    asked = _asked(members, norms.dtype).to(norms.device)
-    filled = [len(members) + len(asked)] * comm.world
+    filled = [len(members)] * comm.world
     places = [[_placed(segment, filled) for segment in segments[at]] for at in cut]
-    row = torch.cat([norms, asked, *parts, norms.new_zeros(max(filled) - filled[comm.rank])])
-    rows = comm.all_gather(row).wait().view(comm.world, -1)
-    _compare(rows[:, len(members) : len(members) + len(asked)])
-    found = [rows[its[0].owner, at] for at, its in enumerate(segments)]
+    row = torch.cat([norms, *parts, norms.new_zeros(max(filled) - filled[comm.rank])])
+    rows = comm.all_gather(row, what=_what(members, order)).wait().view(comm.world, -1)
+    found = [rows[its[0].owner, at].clone() for at, its in enumerate(segments)]
     if cut:
         wholes = [
             members[at].entry.shaped(torch.cat([rows[owner, begin:end] for owner, begin, end in its]))
@@ -53,6 +50,8 @@ def _pays(
 ) -> bool:
     """Whether these can be sent in one table, and most elements need not be."""
     dtype = members[0].bucket.sum_dtype
+    if dtype.is_complex:  # their norms are of another one
+        return False
     for member, its in zip(members, segments, strict=True):
         bucket = member.bucket
         if bucket.comm is not comm or not bucket.summed or bucket.sum_dtype is not dtype or not its:
@@ -60,19 +59,10 @@ def _pays(
     return 2 * sum(members[at].entry.numel for at in cut) <= sum(member.entry.numel for member in members)
 
 
-def _asked(members: Sequence[TrackedParameter], dtype: torch.dtype) -> Tensor:
-    """Which norms are asked for, as the bits of a number: other gradients of the same shapes would not be noticed."""
-    return torch.tensor([zlib.crc32("\n".join(member.name for member in members).encode())]).view(dtype)
-
-
-def _compare(asked: Tensor) -> None:
-    by_rank = asked.contiguous().view(torch.int64).flatten().tolist()
-    other = next((rank for rank, its in enumerate(by_rank) if its != by_rank[0]), None)
-    if other is not None:
-        raise Diverged(
-            f"rank 0 and rank {other} asked for the norms of different gradients: "
-            f"pass the same parameters in the same order on every rank"
-        )
+def _what(members: Sequence[TrackedParameter], order: Any) -> str:
+    """For ranks to compare: norms of other gradients of the same shapes would not be noticed."""
+    names = "\n".join(member.name for member in members)
+    return f"{order}-norms of gradients, {zlib.crc32(names.encode()):08x}"
 
 
 def _placed(segment: Segment, filled: list[int]) -> tuple[int, int, int]:
