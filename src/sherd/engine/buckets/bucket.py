@@ -136,6 +136,7 @@ class Bucket:
         self._divides = False
         self._factor = 1.0
         self._pieces: list[PieceFiller] = []
+        self._segments: dict[int, tuple[Segment, ...]] = {}  # by position, of those that were asked for
 
     def __repr__(self) -> str:
         return f"the bucket of {self.members[0].name!r}, {len(self.members)} parameters"
@@ -168,6 +169,13 @@ class Bucket:
         if owner is None:
             described = replace(described, world=1, holder=None if self.holder is None else 0)
         return ((self._by_entry[segment.entry], segment) for segment in described.segments(owner or 0))
+
+    def segments_of(self, member: TrackedParameter) -> tuple[Segment, ...]:
+        """The part of a member that each owner has."""
+        found = self._segments.get(member.position)
+        if found is None:
+            found = self._segments[member.position] = tuple(self.described.segments_of(member.position))
+        return found
 
     # ---------------------------------------------------------------- how its sum is kept
 

@@ -77,9 +77,9 @@ class TrackedParameter:
         """The parameter, flat, in the memory order that all ranks share."""
         return self.entry.flattened(self.parameter.detach())
 
-    def segments(self) -> Iterator[Segment]:
+    def segments(self) -> tuple[Segment, ...]:
         """The part that each owner has."""
-        return self.bucket.described.segments_of(self.position)
+        return self.bucket.segments_of(self)
 
     def own_parts(self) -> Iterator[tuple[Tensor, int]]:
         """What this rank keeps of the sum of its gradient, and where in the parameter that begins."""

@@ -37,16 +37,12 @@ _ASKING: frozenset[Any] = frozenset(
 )
 """Calls that read no elements."""
 _SCALING: dict[Any, str] = {
-    **dict.fromkeys((_T.mul_, _T.__imul__, _T.multiply_), "mul_"),
-    **dict.fromkeys((_T.div_, _T.__itruediv__, _T.divide_, _T.true_divide_), "div_"),
-    _T.zero_: "zero_",
+    **dict.fromkeys((_T.mul_, _T.__imul__, _T.multiply_), "mul"),
+    **dict.fromkeys((_T.div_, _T.__itruediv__, _T.divide_, _T.true_divide_), "div"),
+    _T.zero_: "zero",
 }
 """Calls that can be applied to a part alone, if the other operand is a number."""
-_SCALING_EACH: dict[Any, str] = {
-    torch._foreach_mul_: "mul_",
-    torch._foreach_div_: "div_",
-    torch._foreach_zero_: "zero_",
-}
+_SCALING_EACH: dict[Any, str] = {torch._foreach_mul_: "mul", torch._foreach_div_: "div", torch._foreach_zero_: "zero"}
 """The same for all tensors of a list."""
 
 _READING = frozenset({torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, _T.norm})
@@ -65,8 +61,8 @@ class Source(Protocol):
     def norms(self, members: Sequence[TrackedParameter], order: Any) -> tuple[Tensor, ...] | None:
         """The norms of these gradients; None if each has to be read for that. Collective."""
 
-    def scale(self, member: TrackedParameter, how: str, by: tuple[Any, ...]) -> bool:
-        """Scale this rank's part of it; return False if the whole has to be scaled instead."""
+    def scale(self, members: Sequence[TrackedParameter], how: str, by: tuple[Any, ...]) -> list[bool]:
+        """Scale this rank's parts of these; for each, False if the whole has to be scaled instead."""
 
     def unscale(self, members: Sequence[TrackedParameter], found_inf: Tensor, inverse: Tensor) -> bool:
         """Multiply this rank's parts of these by `inverse`, and set `found_inf` to 1 if any rank's part of them is not
@@ -123,11 +119,7 @@ class ShardedGradient(Tensor):
             return None
         if func is torch._foreach_norm and len(args) < 3 and not options and (norms := _norms(*args)) is not None:
             return norms
-        if (
-            func in _SCALING
-            and isinstance(args[0], ShardedGradient)
-            and args[0]._scaled(_SCALING[func], args[1:], options)
-        ):
+        if func in _SCALING and not _not_scaled(args[:1], _SCALING[func], args[1:], options):
             return args[0]
         if func in _SCALING_EACH and args:
             rest = _not_scaled(args[0], _SCALING_EACH[func], args[1:], options)
@@ -144,12 +136,10 @@ class ShardedGradient(Tensor):
     ) -> Any:
         return func(*_gathered(args), **_gathered(kwargs or {}))
 
-    def _scaled(self, how: str, by: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        numbers = all(isinstance(each, int | float) or (type(each) is Tensor and not each.dim()) for each in by)
-        if self._source is None or not numbers or options:
-            return False
-        source, member = self._source(), self._member()
-        return source is not None and member is not None and source.scale(member, how, by)
+    def _origin(self) -> tuple[Source, TrackedParameter] | None:
+        """Where it comes from; None if the program keeps it after it was dropped."""
+        source, member = None if self._source is None else self._source(), self._member()
+        return None if source is None or member is None else (source, member)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copy = memo.get(id(self))
@@ -164,7 +154,19 @@ class ShardedGradient(Tensor):
 
 def _not_scaled(gradients: Sequence[Tensor], how: str, by: tuple[Any, ...], options: dict[str, Any]) -> list[Tensor]:
     """Scale what can be scaled in parts; gives the rest."""
-    return [each for each in gradients if not (isinstance(each, ShardedGradient) and each._scaled(how, by, options))]
+    if options or not all(isinstance(each, int | float) or (type(each) is Tensor and not each.dim()) for each in by):
+        return [*gradients]
+    rest, found = [], dict[Source, list[tuple[TrackedParameter, Tensor]]]()
+    for each in gradients:
+        origin = each._origin() if isinstance(each, ShardedGradient) else None
+        if origin is None:
+            rest.append(each)
+        else:
+            found.setdefault(origin[0], []).append((origin[1], each))
+    for source, its in found.items():
+        scaled = source.scale([member for member, _ in its], how, by)
+        rest.extend(each for (_, each), done in zip(its, scaled, strict=True) if not done)
+    return rest
 
 
 def _unscaled(gradients: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> bool:
@@ -181,12 +183,11 @@ def _norms(gradients: Sequence[Tensor], order: Any = 2) -> tuple[Tensor, ...] | 
 
 def _of_one_model(gradients: Sequence[Tensor]) -> tuple[Source | None, list[TrackedParameter]]:
     """If these are current gradients of one model: where they come from, and of which parameters they are."""
-    sharded = [each for each in gradients if isinstance(each, ShardedGradient) and each._source is not None]
-    sources = {each._source() for each in sharded if each._source is not None}
-    members = [member for member in (each._member() for each in sharded) if member is not None]
-    if len(sources) != 1 or len(members) < len(gradients):
+    origins = [each._origin() if isinstance(each, ShardedGradient) else None for each in gradients]
+    found = [origin for origin in origins if origin is not None]
+    if len(found) < len(origins) or len({id(source) for source, _ in found}) != 1:
         return None, []
-    return sources.pop(), members
+    return found[0][0], [member for _, member in found]
 
 
 def _gathered(things: Any, lend: bool = True) -> Any:

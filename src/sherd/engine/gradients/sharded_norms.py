@@ -20,7 +20,7 @@ from sherd.layout.slicing import Segment
 
 def norms_at_owners(comm: Communicator, members: Sequence[TrackedParameter], order: Any) -> tuple[Tensor, ...] | None:
     """The norms of these summed gradients; None, on every rank, if it is as well to gather them. Collective."""
-    segments = [[*member.segments()] for member in members]
+    segments = [member.segments() for member in members]
     cut = [at for at, its in enumerate(segments) if len(its) > 1]
     if not _pays(comm, members, segments, cut):
         return None

@@ -67,7 +67,7 @@ class _Gathered:
     def catch_up(self) -> None:
         """Do what was done to the slices."""
         for position, how, by in self._behind:
-            getattr(self._members[position], how)(*by)
+            getattr(self._members[position], f"{how}_")(*by)
         self._behind.clear()
 
 
@@ -102,20 +102,28 @@ class ShardedSource:
         with torch.inference_mode(False), labelled(f"the norms of {len(members)} gradients", ALONE):
             return norms_at_owners(self._comm, members, order)
 
-    def scale(self, member: TrackedParameter, how: str, by: tuple[Any, ...]) -> bool:
-        """Scale this rank's part of a gradient; return False if it was written, and so must be scaled as a whole."""
-        gathered = self.gathered.get(member.bucket)
-        if not member.bucket.summed or (gathered is not None and gathered.is_written(member)):
-            return False
+    def scale(self, members: Sequence[TrackedParameter], how: str, by: tuple[Any, ...]) -> list[bool]:
+        """Scale this rank's parts of gradients; for each, False if it was written, and so must be scaled as a whole."""
         by = tuple(each.detach() if isinstance(each, Tensor) else each for each in by)
-        for own, _ in member.own_parts():
-            # The dtype in which torch multiplies by a tensor without dimensions depends on whether both have none.
-            getattr(own if member.entry.shape else own.view(()), how)(*by)
-        if gathered is not None:
-            gathered.scale(member, how, by)
-        self.scaled.add(member.bucket)
-        self._seen.note(member.bucket, (member.name, how, [float(each) for each in by]))
-        return True
+        parts: list[Tensor] = []
+        done, names = [], dict[Bucket, list[str]]()
+        for member in members:
+            bucket = member.bucket
+            gathered = self.gathered.get(bucket)
+            done.append(bucket.summed and (gathered is None or not gathered.is_written(member)))
+            if done[-1]:
+                # The dtype in which torch multiplies by a tensor without dimensions depends on whether both have none.
+                parts.extend(own if member.entry.shape else own.view(()) for own, _ in member.own_parts())
+                names.setdefault(bucket, []).append(member.name)
+                if gathered is not None:
+                    gathered.scale(member, how, by)
+        if parts:
+            getattr(torch, f"_foreach_{how}_")(parts, *by)
+        numbers = [float(each) for each in by]
+        for bucket, its in names.items():
+            self.scaled.add(bucket)
+            self._seen.note(bucket, (its, how, numbers))
+        return done
 
     def unscale(self, members: Sequence[TrackedParameter], found_inf: Tensor, inverse: Tensor) -> bool:
         """As a GradScaler does, on this rank's parts; return False if any was written or is not summed."""
