@@ -8,8 +8,9 @@ from benchmarks.line_plot import Curve, line_plot
 
 
 @pytest.mark.ranks
-def test_a_few_steps_of_every_strategy(monkeypatch):
+def test_a_few_steps_of_every_strategy(ranks, monkeypatch):
     monkeypatch.setattr(convergence, "RANKS", 2)
+    monkeypatch.setattr(convergence.sherd, "launch", lambda function, world, *args: ranks(world).run(function, *args))
     monkeypatch.setattr(convergence, "EVERY", 4)
     found = {name: convergence.run(name, setting, 0, 8, 4) for name, setting in convergence.CHOSEN.items()}
     assert all([step for step, _ in each.held_out] == [4, 8] for each in found.values())
