@@ -24,6 +24,9 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("SHERD_SPIN", "0")
 
+# Some three hundred interpreters are started: each would compile the package anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Python that tests start imports what they do, wherever it starts.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     map(os.path.abspath, filter(None, [Path(__file__).parents[1], *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))
