@@ -333,7 +333,7 @@ class SummedGradients(GradientPath):
                 bucket.forget()
             self.access.forget(its)
         gradient.restart(its)  # after settle(), which measures what was done to p.grad
-        if not any(bucket.edited for bucket in buckets.buckets):
+        if not any(bucket.edited for bucket in buckets.buckets) and not self.access.is_used:
             self.access.seen.clear()
         if not any(each.backwards for each in self._trained.gradients):
             self.finite, self._waiting = True, False

@@ -272,6 +272,74 @@ def unusual(strategy):
         return norms, [each.detach().clone() for each in model.parameters()]
 
 
+def by_itself(strategy):
+    """Factors that are the gradient itself, memory of another's, lists of which one was written, and compiled calls."""
+    with connected() as c:
+        found = []
+        for step, change in enumerate((times_itself, other_memory, one_written, bad_factor, compiled_clipping)):
+            model, optimizer = distributed(c, strategy, Scaled, bucket_bytes=1024)
+            loss_of(model, batch(c.rank, step)).backward()
+            found.append(change(model))
+            found.extend(each.grad.clone() for each in model.parameters())
+            optimizer.step()
+            found.extend(each.detach().clone() for each in model.parameters())
+        return found
+
+
+def times_itself(model):
+    gradient = model.scale.grad
+    gradient.mul_(gradient.detach())
+    return gradient.clone()
+
+
+def other_memory(model):
+    for each in model.parameters():
+        each.grad.data = each.grad.data.clamp(-0.1, 0.1)
+    return model.bias.grad.clone()
+
+
+def one_written(model):
+    gradients = [each.grad for each in model.parameters()]
+    gradients[1].add_(1.0)
+    result = torch._foreach_mul_(gradients, 0.5)
+    assert result is None or len(result) == 3
+    return gradients[1].clone()
+
+
+def bad_factor(model):
+    model.weight.grad.sum()
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        model.weight.grad.mul_(torch.tensor(1j))
+    return model.bias.grad.clone()
+
+
+def compiled_clipping(model):
+    return torch.compile(torch.nn.utils.clip_grad_norm_, backend="eager")([*model.parameters()], 0.1)
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_changes_that_are_more_than_scaling(ranks, strategy):
+    for found, expected in zip(ranks(2).run(by_itself, strategy), ranks(2).run(by_itself, "ddp"), strict=True):
+        assert all(map(torch.equal, found, expected)), [*map(torch.equal, found, expected)]
+
+
+def two_optimizers():
+    """One optimizer's zero_grad() forgets nothing of what was done to the other's gradients."""
+    with connected() as c:
+        model = Scaled()
+        one, other = (torch.optim.SGD([each], lr=0.1) for each in (model.weight, model.bias))
+        model, one, other = sherd.distribute(model, one, other, strategy="zero2", comm=c)
+        loss_of(model, batch(c.rank)).backward()
+        model.weight.grad.mul_(1 + c.rank)
+        other.zero_grad()
+        with pytest.raises(sherd.Diverged, match="edited in place differently"):
+            one.step()
+
+
+def test_what_one_optimizer_forgets_is_its_own(ranks):
+    ranks(2).run(two_optimizers)
+
+
 def test_unusual_uses_of_a_gradient(ranks):
     expected = ranks(2).run(unusual, "ddp")
     for strategy in SHARDED:

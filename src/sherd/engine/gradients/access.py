@@ -68,6 +68,11 @@ class GradAccess(ABC):
         self._take_away(buckets)
         self.assigned = [member for member in self.assigned if member.bucket not in buckets]
 
+    @property
+    def is_used(self) -> bool:
+        """Whether there may be changes that were noted, and are not collected yet."""
+        return False
+
     def accept(self, buckets: Sequence[Bucket]) -> None:
         """The sums of these were changed, but not by the program."""
         return
@@ -253,7 +258,8 @@ class ShardedAccess(GradAccess):
             )
         super().hide(buckets, filling)
 
-    def _was_used(self) -> bool:
+    @property
+    def is_used(self) -> bool:
         return bool(self._source.gathered or self._source.scaled)
 
     def _view(self, member: TrackedParameter) -> Tensor:
@@ -273,7 +279,7 @@ class ShardedAccess(GradAccess):
     def _take_away(self, buckets: Sequence[Bucket]) -> None:
         super()._take_away(buckets)
         self._let_go(_members(buckets))
-        if self._was_used():
+        if self.is_used:
             for bucket in buckets:
                 self._source.forget(bucket)
 
@@ -297,11 +303,11 @@ class ShardedAccess(GradAccess):
             view.keep(self._source.reader(member))
 
     def _changed(self, buckets: BucketList) -> set[Bucket]:
-        return self._source.take_changes() if self._was_used() else set()
+        return self._source.take_changes() if self.is_used else set()
 
     def collect(self, buckets: BucketList) -> None:
         super().collect(buckets)
-        if self._was_used():
+        if self.is_used:
             self._source.clear()
 
     def _see(self, bucket: Bucket, set_to: Mapping[TrackedParameter, Tensor | None]) -> None:

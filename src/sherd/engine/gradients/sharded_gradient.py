@@ -121,14 +121,14 @@ class ShardedGradient(Tensor):
             return norms
         if func in _SCALING and not _not_scaled(args[:1], _SCALING[func], args[1:], options):
             return args[0]
+        rest = args
         if func in _SCALING_EACH and args:
-            rest = _not_scaled(args[0], _SCALING_EACH[func], args[1:], options)
-            if not rest:
+            rest = (_not_scaled(args[0], _SCALING_EACH[func], args[1:], options), *args[1:])
+            if not rest[0]:
                 return args[0]
-            args = (rest, *args[1:])
-        gathered = _gathered(args, lend=func not in _READING or options.get("out") is not None)
+        gathered = _gathered(rest, lend=func not in _READING or options.get("out") is not None)
         result = func(*gathered, **_gathered(options))
-        return args[0] if args and result is gathered[0] else result
+        return args[0] if args and (result is gathered[0] or func in _SCALING_EACH) else result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -154,7 +154,7 @@ class ShardedGradient(Tensor):
 
 def _not_scaled(gradients: Sequence[Tensor], how: str, by: tuple[Any, ...], options: dict[str, Any]) -> list[Tensor]:
     """Scale what can be scaled in parts; gives the rest."""
-    if options or not all(isinstance(each, int | float) or (type(each) is Tensor and not each.dim()) for each in by):
+    if options or not all(map(_is_number, by)):
         return [*gradients]
     rest, found = [], dict[Source, list[tuple[TrackedParameter, Tensor]]]()
     for each in gradients:
@@ -167,6 +167,11 @@ def _not_scaled(gradients: Sequence[Tensor], how: str, by: tuple[Any, ...], opti
         scaled = source.scale([member for member, _ in its], how, by)
         rest.extend(each for (_, each), done in zip(its, scaled, strict=True) if not done)
     return rest
+
+
+def _is_number(value: Any) -> bool:
+    # Whether torch takes a complex one, it says where there is a gradient: a rank may own no part of it.
+    return isinstance(value, int | float) or (type(value) is Tensor and not value.dim() and not value.is_complex())
 
 
 def _unscaled(gradients: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> bool:

@@ -48,6 +48,16 @@ class _Gathered:
         before = self._lent.get(member.position)
         return before is not None and before != checksum(self._members[member.position])
 
+    def as_written(self, bucket: Bucket) -> Tensor:
+        """All of it. What the program gave other memory, as `p.grad.data = x` does, comes home."""
+        self.catch_up()
+        for member, found in zip(bucket.members, self._members, strict=True):
+            home = member.shaped_in(self.whole.detach())
+            if not found.is_set_to(home):
+                home.copy_(found.detach())
+                self._members[member.position] = home
+        return self.whole.detach()
+
     def scale(self, member: TrackedParameter, how: str, by: tuple[Any, ...]) -> None:
         """The slices of a member, which was not written, were scaled."""
         self._behind.append((member.position, how, tuple(e.clone() if isinstance(e, Tensor) else e for e in by)))
@@ -104,44 +114,55 @@ class ShardedSource:
 
     def scale(self, members: Sequence[TrackedParameter], how: str, by: tuple[Any, ...]) -> list[bool]:
         """Scale this rank's parts of gradients; for each, False if it was written, and so must be scaled as a whole."""
+        if any(isinstance(each, Tensor) and self._is_lent(each) for each in by):
+            return [False] * len(members)  # a gradient times itself: the factor changes with what it is multiplied by
         by = tuple(each.detach() if isinstance(each, Tensor) else each for each in by)
         parts: list[Tensor] = []
-        done, names = [], dict[Bucket, list[str]]()
+        done, scaled = [], dict[Bucket, list[TrackedParameter]]()
         for member in members:
-            bucket = member.bucket
-            gathered = self.gathered.get(bucket)
-            done.append(bucket.summed and (gathered is None or not gathered.is_written(member)))
+            gathered = self.gathered.get(member.bucket)
+            done.append(member.bucket.summed and (gathered is None or not gathered.is_written(member)))
             if done[-1]:
                 # The dtype in which torch multiplies by a tensor without dimensions depends on whether both have none.
                 parts.extend(own if member.entry.shape else own.view(()) for own, _ in member.own_parts())
-                names.setdefault(bucket, []).append(member.name)
-                if gathered is not None:
-                    gathered.scale(member, how, by)
+                scaled.setdefault(member.bucket, []).append(member)
         if parts:
             getattr(torch, f"_foreach_{how}_")(parts, *by)
-        numbers = [float(each) for each in by]
-        for bucket, its in names.items():
+        numbers = [each.item() if isinstance(each, Tensor) else each for each in by]
+        for bucket, its in scaled.items():
+            for member in its if bucket in self.gathered else ():
+                self.gathered[bucket].scale(member, how, by)
             self.scaled.add(bucket)
-            self._seen.note(bucket, (its, how, numbers))
+            self._seen.note(bucket, ([member.name for member in its], how, numbers))
         return done
 
+    def _is_lent(self, tensor: Tensor) -> bool:
+        """Whether its memory is that of a gradient which the program has read."""
+        memory = tensor.untyped_storage().data_ptr()
+        return any(gathered.whole.untyped_storage().data_ptr() == memory for gathered in self.gathered.values())
+
     def unscale(self, members: Sequence[TrackedParameter], found_inf: Tensor, inverse: Tensor) -> bool:
-        """As a GradScaler does, on this rank's parts; return False if any was written or is not summed."""
-        by_bucket: dict[Bucket, list[TrackedParameter]] = {}
+        """As a GradScaler does, on this rank's parts and on what was written; return False if any is not summed."""
+        if not all(member.bucket.summed for member in members):
+            return False
+        parts: list[Tensor] = []
+        unscaled: dict[Bucket, list[TrackedParameter]] = {}
         for member in members:
-            by_bucket.setdefault(member.bucket, []).append(member)
             gathered = self.gathered.get(member.bucket)
-            if not member.bucket.summed or (gathered is not None and gathered.is_written(member)):
-                return False
-        if parts := [own for member in members for own, _ in member.own_parts()]:
+            if gathered is not None and gathered.is_written(member):
+                parts.append(gathered.of(member, lend=True))
+            else:
+                parts.extend(own for own, _ in member.own_parts())
+                unscaled.setdefault(member.bucket, []).append(member)
+        if parts:
             torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse)
         with labelled("the overflows that a GradScaler looks for", ALONE), self._comm.counters.agreeing():
             total = self._comm.all_reduce(found_inf.detach().reshape(1).float().cpu()).wait()
         found_inf.fill_(float(total.item() != 0))
-        self.scaled.update(by_bucket)
-        for bucket, its in by_bucket.items():
+        for bucket, its in unscaled.items():
             if bucket in self.gathered:
                 self.gathered[bucket].unscale(its, inverse)
+            self.scaled.add(bucket)
             self._seen.note(bucket, ([member.name for member in its], "unscale", float(inverse)))
         return True
 
@@ -151,7 +172,7 @@ class ShardedSource:
         It holds nothing that leads to the parameter, which may hold the gradient in turn.
         """
         comm, name, entry, start = member.bucket.comm, member.name, member.entry, member.offset
-        described, what = member.bucket.described, _what(member.bucket)
+        described, what = member.bucket.described, f"kept {_what(member.bucket)}"
         found: list[Tensor] = []
         if member.bucket in self.gathered:
             found.append(self.read(member, lend=False))  # from here on it is the program's alone
@@ -170,8 +191,7 @@ class ShardedSource:
         """Copy what the program has written into the slices; gives the buckets that it changed."""
         written = [bucket for bucket in self.gathered if self._is_written(bucket)]
         for bucket in written:
-            self.gathered[bucket].catch_up()
-            bucket.slice.copy_(bucket.part_of(self.gathered[bucket].whole.detach()))
+            bucket.slice.copy_(bucket.part_of(self.gathered[bucket].as_written(bucket)))
         return {*written, *self.scaled}
 
     def see(self, bucket: Bucket) -> None:
