@@ -1,9 +1,9 @@
 """What the user sees as `p.grad`, and how changes to it get into the sums.
 
 Where every rank keeps the whole sum, `p.grad` is a view of it (`WholeAccess`). Where a rank keeps slices, it is a
-tensor that is gathered when it is used (`ShardedAccess`). What was gathered is written back before
-the sums are used, unless it was only read: the program may have changed it, as `torch.nn.utils.clip_grad_value_` does.
-Such a read is collective: if only some ranks read, the communicator raises an error that names them.
+tensor that is gathered when it is used (`ShardedAccess`). What the program wrote into it, as clip_grad_value_ does, is
+copied into the slices before the sums are used. Such a read is collective: if only some ranks read, the communicator
+raises an error that names them.
 """
 
 from __future__ import annotations

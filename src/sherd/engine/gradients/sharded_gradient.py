@@ -62,7 +62,7 @@ class Source(Protocol):
         """The norms of these gradients; None if each has to be read for that. Collective."""
 
     def scale(self, members: Sequence[TrackedParameter], how: str, by: tuple[Any, ...]) -> list[bool]:
-        """Scale this rank's parts of these; for each, False if the whole has to be scaled instead."""
+        """Scale what there is of these on this rank; for each, False if the whole has to be scaled instead."""
 
     def unscale(self, members: Sequence[TrackedParameter], found_inf: Tensor, inverse: Tensor) -> bool:
         """Multiply this rank's parts of these by `inverse`, and set `found_inf` to 1 if any rank's part of them is not

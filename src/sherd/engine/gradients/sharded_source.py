@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,12 +32,10 @@ class _Gathered:
         with torch.inference_mode(False):  # what is gathered in it may be written outside of it
             self.whole = bucket.gather(bucket.slice, what=_what(bucket)).wait()
             self._members = [each.shaped_in(self.whole) for each in bucket.members]
-        self._lent: dict[int, int] = {}  # the checksums of members
-        self._behind: list[tuple[int, str, tuple[Any, ...]]] = []  # what was done to the slices since
+        self._lent: dict[int, int] = {}  # by position, the checksums of what the owners of the slices have
 
     def of(self, member: TrackedParameter, lend: bool) -> Tensor:
         """The gradient of a member of the bucket, to be read, and to be written if it is lent."""
-        self.catch_up()
         found = self._members[member.position]
         if lend and member.position not in self._lent:
             self._lent[member.position] = checksum(found)
@@ -48,37 +46,21 @@ class _Gathered:
         before = self._lent.get(member.position)
         return before is not None and before != checksum(self._members[member.position])
 
-    def as_written(self, bucket: Bucket) -> Tensor:
-        """All of it. What the program gave other memory, as `p.grad.data = x` does, comes home."""
-        self.catch_up()
-        for member, found in zip(bucket.members, self._members, strict=True):
-            home = member.shaped_in(self.whole.detach())
-            if not found.is_set_to(home):
-                home.copy_(found.detach())
-                self._members[member.position] = home
-        return self.whole.detach()
-
-    def scale(self, member: TrackedParameter, how: str, by: tuple[Any, ...]) -> None:
-        """The slices of a member, which was not written, were scaled."""
-        self._behind.append((member.position, how, tuple(e.clone() if isinstance(e, Tensor) else e for e in by)))
-        if member.position in self._lent:
-            self.catch_up()
-            self._lent[member.position] = checksum(self._members[member.position])
-
-    def unscale(self, members: Sequence[TrackedParameter], inverse: Tensor) -> None:
-        """The slices of these members, which were not written, were unscaled."""
-        self.catch_up()
-        wholes = [self._members[member.position] for member in members]
-        torch._amp_foreach_non_finite_check_and_unscale_(wholes, torch.zeros_like(inverse), inverse)
+    def follow(self, members: Iterable[TrackedParameter]) -> None:
+        """The slices of these and what was gathered of them were changed alike."""
         for member in members:
             if member.position in self._lent:
                 self._lent[member.position] = checksum(self._members[member.position])
 
-    def catch_up(self) -> None:
-        """Do what was done to the slices."""
-        for position, how, by in self._behind:
-            getattr(self._members[position], f"{how}_")(*by)
-        self._behind.clear()
+    def as_written(self, bucket: Bucket) -> Tensor:
+        """All of it. What the program gave other memory, as `p.grad.data = x` does, comes home."""
+        whole = self.whole.detach()
+        for member, found in zip(bucket.members, self._members, strict=True):
+            home = member.shaped_in(whole)
+            if not found.is_set_to(home):
+                home.copy_(found.detach())
+                self._members[member.position] = home
+        return whole
 
 
 def _what(bucket: Bucket) -> str:
@@ -113,58 +95,59 @@ class ShardedSource:
             return norms_at_owners(self._comm, members, order)
 
     def scale(self, members: Sequence[TrackedParameter], how: str, by: tuple[Any, ...]) -> list[bool]:
-        """Scale this rank's parts of gradients; for each, False if it was written, and so must be scaled as a whole."""
-        if any(isinstance(each, Tensor) and self._is_lent(each) for each in by):
+        """Scale what there is of gradients on this rank; for each, False if the whole has to be scaled instead."""
+        if any(isinstance(each, Tensor) and self._is_gathered(each) for each in by):
             return [False] * len(members)  # a gradient times itself: the factor changes with what it is multiplied by
         by = tuple(each.detach() if isinstance(each, Tensor) else each for each in by)
-        parts: list[Tensor] = []
-        done, scaled = [], dict[Bucket, list[TrackedParameter]]()
-        for member in members:
-            gathered = self.gathered.get(member.bucket)
-            done.append(member.bucket.summed and (gathered is None or not gathered.is_written(member)))
-            if done[-1]:
-                # The dtype in which torch multiplies by a tensor without dimensions depends on whether both have none.
-                parts.extend(own if member.entry.shape else own.view(()) for own, _ in member.own_parts())
-                scaled.setdefault(member.bucket, []).append(member)
-        if parts:
-            getattr(torch, f"_foreach_{how}_")(parts, *by)
-        numbers = [each.item() if isinstance(each, Tensor) else each for each in by]
-        for bucket, its in scaled.items():
-            for member in its if bucket in self.gathered else ():
-                self.gathered[bucket].scale(member, how, by)
-            self.scaled.add(bucket)
-            self._seen.note(bucket, ([member.name for member in its], how, numbers))
-        return done
-
-    def _is_lent(self, tensor: Tensor) -> bool:
-        """Whether its memory is that of a gradient which the program has read."""
-        memory = tensor.untyped_storage().data_ptr()
-        return any(gathered.whole.untyped_storage().data_ptr() == memory for gathered in self.gathered.values())
+        memory, scaled = self._to_change(member for member in members if member.bucket.summed)
+        if memory:
+            getattr(torch, f"_foreach_{how}_")(memory, *by)
+        self._note(scaled, how, [each.item() if isinstance(each, Tensor) else each for each in by])
+        return [member.bucket.summed for member in members]
 
     def unscale(self, members: Sequence[TrackedParameter], found_inf: Tensor, inverse: Tensor) -> bool:
-        """As a GradScaler does, on this rank's parts and on what was written; return False if any is not summed."""
+        """As a GradScaler does, on what there is of gradients on this rank; return False if any is not summed."""
         if not all(member.bucket.summed for member in members):
             return False
-        parts: list[Tensor] = []
-        unscaled: dict[Bucket, list[TrackedParameter]] = {}
-        for member in members:
-            gathered = self.gathered.get(member.bucket)
-            if gathered is not None and gathered.is_written(member):
-                parts.append(gathered.of(member, lend=True))
-            else:
-                parts.extend(own for own, _ in member.own_parts())
-                unscaled.setdefault(member.bucket, []).append(member)
-        if parts:
-            torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse)
+        memory, unscaled = self._to_change(members)
+        if memory:
+            torch._amp_foreach_non_finite_check_and_unscale_(memory, found_inf, inverse)
         with labelled("the overflows that a GradScaler looks for", ALONE), self._comm.counters.agreeing():
             total = self._comm.all_reduce(found_inf.detach().reshape(1).float().cpu()).wait()
         found_inf.fill_(float(total.item() != 0))
-        for bucket, its in unscaled.items():
-            if bucket in self.gathered:
-                self.gathered[bucket].unscale(its, inverse)
-            self.scaled.add(bucket)
-            self._seen.note(bucket, ([member.name for member in its], "unscale", float(inverse)))
+        self._note(unscaled, "unscale", [float(inverse)])
         return True
+
+    def _is_gathered(self, tensor: Tensor) -> bool:
+        """Whether its memory is that of a gradient which the program has read."""
+        wholes = [gathered.whole.untyped_storage().data_ptr() for gathered in self.gathered.values()]
+        return bool(wholes) and tensor.untyped_storage().data_ptr() in wholes
+
+    def _to_change(
+        self, members: Iterable[TrackedParameter]
+    ) -> tuple[list[Tensor], dict[Bucket, list[TrackedParameter]]]:
+        """The memory of gradients: this rank's slices and what was gathered, and by bucket whose slices those are.
+
+        What was written counts alone: it will be copied into the slices.
+        """
+        memory: list[Tensor] = []
+        by_bucket: dict[Bucket, list[TrackedParameter]] = {}
+        for member in members:
+            gathered = self.gathered.get(member.bucket)
+            if gathered is not None:
+                memory.append(gathered.of(member, lend=False))
+            if gathered is None or not gathered.is_written(member):
+                # The dtype in which torch multiplies by a tensor without dimensions depends on whether both have none.
+                memory.extend(own if member.entry.shape else own.view(()) for own, _ in member.own_parts())
+                by_bucket.setdefault(member.bucket, []).append(member)
+        return memory, by_bucket
+
+    def _note(self, changed: Mapping[Bucket, Sequence[TrackedParameter]], how: str, by: Sequence[float]) -> None:
+        for bucket, members in changed.items():
+            if bucket in self.gathered:
+                self.gathered[bucket].follow(members)
+            self.scaled.add(bucket)
+            self._seen.note(bucket, ([member.name for member in members], how, by))
 
     def reader(self, member: TrackedParameter) -> Callable[[], Tensor]:
         """What reads the gradient of now, later. Holding it keeps its memory from being used for the next one.
